@@ -1,4 +1,4 @@
-"""Services of a benchmark from its command line, and what their processes cost."""
+"""Start a benchmark's services from its command line, and measure what their processes cost."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from outrider_tools.bench.report import cpu_name
 
 @dataclass(frozen=True)
 class Cost:
-    """What a service's processes, all together, have used by now."""
+    """Resources that all processes of a service have used so far."""
 
     cpu_seconds: float
     resident_mib: float
     gpu_mib: float
-    """Memory that they hold on GPUs; 0 where there is none, or where the driver does not tell."""
+    """GPU memory of the processes; 0 without a GPU, or if the driver does not tell."""
 
 
 def cost_of(pid: int) -> Cost:
-    """Of a process and all its descendants."""
+    """Return the cost of a process and all its descendants."""
     family = psutil.Process(pid)
     members = [family, *family.children(recursive=True)]
     cpu = resident = 0.0
     for member in members:
-        # One may end between being listed and being asked.
+        # A process may end after it was listed.
         try:
             cpu += sum(member.cpu_times()[:2])
             resident += member.memory_info().rss / 2**20
@@ -47,7 +47,7 @@ def cost_of(pid: int) -> Cost:
 
 
 def gpu_memory() -> dict[int, float]:
-    """MiB on all GPUs by process id; empty without a GPU."""
+    """Return the MiB on all GPUs by process id; empty without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -64,7 +64,7 @@ PROMPTS = Path(__file__).resolve().parent / "prompts" / "cpu.jsonl"
 
 
 def add_service_arguments(parser: argparse.ArgumentParser, label: str) -> None:
-    """Which model the services serve and where, what else they are told, and what is done with the results."""
+    """Add options for the services' model, devices and other options, and for the results."""
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--label", default=label, help=f"the model's name in results; default {label}")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL, with "turns" or "prompt"')
@@ -77,19 +77,19 @@ def add_service_arguments(parser: argparse.ArgumentParser, label: str) -> None:
 
 
 def verify_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> VerifyOptions:
-    """What verify is told: `argv` too, but the command line has the last word. Raises ConfigError."""
+    """Return verify's options, with `argv`; options of the command line override them. Raises ConfigError."""
     told = [f"--model={arguments.model}", f"--device={arguments.verify_device}", *argv, *arguments.verify_option]
     return parse_options(VerifyOptions, told)
 
 
 def draft_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> DraftOptions:
-    """What the draft service is told, likewise; with the drafters that it would choose. Raises ConfigError."""
+    """Return the draft service's options in the same way, with drafters as it would choose. Raises ConfigError."""
     told = parse_options(DraftOptions, [f"--device={arguments.draft_device}", *argv, *arguments.draft_option])
     return choose_drafters(told, arguments.model)
 
 
 def printer(verbose: bool) -> Callable[[str, str], None]:
-    """Prints lines of services' logs: all, or those that tell of trouble."""
+    """Return a function that prints lines of services' logs: all of them, or only errors."""
 
     def on_line(name: str, line: str) -> None:
         if verbose or " ERROR " in line or "Traceback" in line:
@@ -99,7 +99,7 @@ def printer(verbose: bool) -> Callable[[str, str], None]:
 
 
 def make_cluster(arguments: argparse.Namespace, verify: Sequence[str] = (), draft: Sequence[str] = ()) -> Cluster:
-    """All three services, not started yet. Raises ConfigError."""
+    """Make all three services, not started yet. Raises ConfigError."""
     return Cluster(
         verify=verify_options(arguments, verify),
         draft=draft_options(arguments, draft),
@@ -108,7 +108,7 @@ def make_cluster(arguments: argparse.Namespace, verify: Sequence[str] = (), draf
 
 
 def device_name() -> str:
-    """The GPUs, or the processor."""
+    """Return the names of the GPUs, or the processor's without a GPU."""
     if not torch.cuda.is_available():
         return cpu_name()
     return " + ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

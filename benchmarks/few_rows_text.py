@@ -1,9 +1,9 @@
-"""What a model's products of few rows do to text: perplexity of this repository's texts, read in pieces.
+"""Effect of a model's few-row products on text: perplexity of this repository's texts, read in pieces.
 
     python -m benchmarks.few_rows_text --out benchmarks/results/few_rows_text.json
 
-float32 is the reference. In bfloat16 the same tokens are read many at a time, by wide weights (with AVX-512 VNNI and no
-AMX: by codes, too), and as few as take the product with four-bit weights where the checkpoint's were stored so.
+float32 is the reference. In bfloat16 the same tokens are read many at a time, with wide weights (with AVX-512 VNNI and
+no AMX: with codes, too), and so few at a time that products use four-bit weights, if the checkpoint stores such.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider_tools.inflate.folder import tokenize
 
 @torch.inference_mode()
 def read(folder: Path, dtype: torch.dtype, texts: list[list[int]], step: int) -> list[Tensor]:
-    """float32 [tokens, vocabulary] of each text, `step` tokens a forward."""
+    """Return logits, float32 [tokens, vocabulary] of each text, read `step` tokens a forward."""
     model, found = load_model(folder, dtype), []
     for ids in texts:
         kv, attention, parts = model.new_kv(len(ids)), TorchAttention(), []
@@ -41,7 +41,7 @@ def read(folder: Path, dtype: torch.dtype, texts: list[list[int]], step: int) ->
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--tokens", type=int, default=800, help="of each text")

@@ -1,9 +1,9 @@
-"""What quantized weights do to text: perplexity, and how often the likeliest token is the unquantized model's.
+"""Effect of quantized weights on text: perplexity, and how often the likeliest token is the unquantized model's.
 
     python -m benchmarks.quantized_text --formats fp8 fp8-block int4 mxfp4 --group-size 64
 
-Makes each format of a checkpoint with `outrider quantize`, and reads texts of this repository in float32 on the CPU,
-with --device cuda in bfloat16 by our kernels, 64 tokens at a time. --calibrations are those of `outrider quantize`.
+Makes each format of a checkpoint with `outrider quantize`, and reads texts of this repository: on the CPU in float32,
+with --device cuda in bfloat16 with our kernels, 64 tokens at a time. --calibrations are those of `outrider quantize`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXTS = ("docs/architecture.md", "docs/reliability.md", "docs/drafters.md")
 
 @torch.inference_mode()
 def logits_on_gpu(folder: Path, texts: list[list[int]]) -> list[Tensor]:
-    """float32 [tokens, vocabulary] of each text, in bfloat16, by the products that rounds have."""
+    """Return logits, float32 [tokens, vocabulary] of each text, in bfloat16, with the products that rounds use."""
     model, found = load_model(folder, torch.bfloat16, "cuda"), []
     for ids in texts:
         kv, attention, parts = model.new_kv(len(ids)), TorchAttention(), []
@@ -49,7 +49,7 @@ def logits_on_gpu(folder: Path, texts: list[list[int]]) -> list[Tensor]:
 
 @torch.inference_mode()
 def logits_of(folder: Path, texts: list[list[int]]) -> list[Tensor]:
-    """float32 [tokens, vocabulary] of each text."""
+    """Return logits, float32 [tokens, vocabulary] of each text."""
     model, found = load_model(folder, torch.float32), []
     for ids in texts:
         places = torch.arange(len(ids))
@@ -59,7 +59,7 @@ def logits_of(folder: Path, texts: list[list[int]]) -> list[Tensor]:
 
 
 def losses(logits: list[Tensor], texts: list[list[int]]) -> Tensor:
-    """Of all tokens but the first of each text, float32."""
+    """Return the loss of all tokens but the first of each text, float32."""
     return torch.cat(
         [
             torch.nn.functional.cross_entropy(rows[:-1], torch.tensor(ids[1:]), reduction="none")
@@ -69,7 +69,7 @@ def losses(logits: list[Tensor], texts: list[list[int]]) -> Tensor:
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "fp8-block", "int4", "mxfp4"])

@@ -1,10 +1,10 @@
-"""Trains small drafters of the other kinds for one target at small cost, and measures all of them.
+"""Train small drafters of the other kinds for one target at small cost, and measure all of them.
 
 python -m benchmarks.train_drafters --text heads/smollm2 --out heads --eval-prompts mt_bench.jsonl --minutes 2 \
     --results benchmarks/results/train_drafters_h200.json
 
-`--text` is the folder of an earlier `outrider train`, whose text is used again and whose own head is measured, too.
-A drafter that is there already is not trained again; `--only EAGLE,NEXTN` picks some.
+`--text` is the folder of an earlier `outrider train`: its text is used again, and its own head is measured, too.
+A drafter that exists already is not trained again; `--only EAGLE,NEXTN` picks some.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "triton")
 
 
 def main() -> None:
-    """Train, measure, write the report."""
+    """Train, measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--text", type=Path, required=True, help="an earlier run's --out")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(kind: str, folder: Path, options: argparse.Namespace) -> None:
-    """One drafter, in a process of its own, so that each begins with an empty device."""
+    """Train one drafter in its own process, so that it begins with an empty device."""
     length = ["--minutes", str(options.minutes)] if options.steps is None else ["--steps", str(options.steps)]
     run("train", "--algorithm", kind, "--model", options.model, "--out", folder, "--text", options.text, *length,
         "--eval-prompts", options.eval_prompts, "--device", options.device, "--gpus", options.gpus,
@@ -55,7 +55,7 @@ def train(kind: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(kind: str, folder: Path, options: argparse.Namespace) -> list[Row]:
-    """What `outrider evaluate-draft` finds, and what the training took."""
+    """Return the figures of `outrider evaluate-draft`, and what the training took."""
     path = folder / "evaluation.json"
     run("evaluate-draft", "--model", options.model, "--draft", folder, "--algorithm", kind,
         "--prompts", options.eval_prompts, "--device", options.device, "--json", path)  # fmt: skip
@@ -72,14 +72,14 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def grouped(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Figures of all answers, of those with and without loops, and by category, with words for the case."""
+    """Return figures of all answers, of those with and without loops, and by category, with words for the case."""
     parts = [("", evaluation["all"]), (" loops", evaluation["loops"]), (" no loops", evaluation["without_loops"])]
     parts += [(f" {name}", figures) for name, figures in evaluation["categories"].items()]
     return [(name, figures) for name, figures in parts if figures is not None]
 
 
 def figure_rows(case: str, figures: dict[str, Any], tree: dict[str, int]) -> list[Row]:
-    """Accept lengths, accept rates by depth, and how many answers they are of."""
+    """Return rows with accept lengths, accept rates by depth, and the number of answers."""
     shape = f"tree {tree['nodes']} nodes depth {tree['depth']}"
     rates = enumerate(figures["rates"], 1)
     return [
@@ -93,7 +93,7 @@ def figure_rows(case: str, figures: dict[str, Any], tree: dict[str, int]) -> lis
 
 
 def training_rows(case: str, record: dict[str, Any]) -> list[Row]:
-    """What a drafter was made of."""
+    """Return rows on a drafter's training."""
     return [
         Row(case, "training_seconds", record["training"]["seconds"], "s"),
         Row(case, "training_steps", record["training"]["total_steps"], "steps"),
@@ -105,7 +105,7 @@ def training_rows(case: str, record: dict[str, Any]) -> list[Row]:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the processor's."""
+    """Return the GPU's name, or the processor's."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
@@ -114,7 +114,7 @@ def device_name(device: str) -> str:
 
 
 def run(*words: object) -> None:
-    """An `outrider` command; ends the script if it fails."""
+    """Run an `outrider` command. If it fails, the script ends."""
     subprocess.run([sys.executable, "-m", "outrider.cli", *map(str, words)], check=True)
 
 

@@ -1,14 +1,14 @@
-"""What goes wrong in production, done on purpose under steady load: no token is lost, repeated or changed.
+"""Cause the faults of production on purpose under steady load: no token may be lost, repeated or changed.
 
 python -m benchmarks.chaos --out benchmarks/results/chaos_cpu.json    # all cases, some nine minutes, as root
 python -m benchmarks.chaos --only draft_killed,messages_hostile --verbose
 python -m benchmarks.chaos --list
 
 Clients ask for greedy and sampled answers whose tokens are known from plain decoding in float32. In each case a fault
-is brought over the services at a random moment (`--seed`) and taken away again; the load goes on until draft tokens are
-accepted again and some seconds longer. Then the services are left alone until they are idle. Exit code 1 if a token was
-wrong, a stream failed that need not, speculation did not come back, a page leaked or a service died. The `network_`
-cases need Linux and root, and are left out elsewhere; the `proxy_` cases do the same to byte streams.
+begins at a random moment (`--seed`) and ends again; the load goes on until draft tokens are accepted again, and for
+some seconds more. Then the services are left alone until they are idle. Exit code 1 if a token was wrong, a stream
+failed without need, speculation did not come back, a page leaked or a service died. The `network_` cases need Linux and
+root, and are skipped elsewhere; the `proxy_` cases do the same to byte streams.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from outrider.models.store import resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 RECOVERY_SECONDS = 45.0
-"""A refused draft is asked again every 30."""
+"""A draft that was refused is asked again every 30 seconds."""
 WARM_ANSWERS = 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long the parts of a case last, in seconds."""
+    """Durations of the parts of a case, in seconds."""
 
     before: float = 3.0
     fault: float = 4.0
@@ -52,30 +52,30 @@ class Timing:
 
 @dataclass
 class CaseOutcome:
-    """What a case has shown."""
+    """Outcome of a case."""
 
     name: str
     case: ChaosCase
     record: Record
     started: float
-    """When the load was warm; like all times here of the monotonic clock, in seconds."""
+    """When the load was warm. This and other times are seconds of the monotonic clock."""
     fault: float
     lifted: float
     accepted: float | None
-    """When the first draft token was accepted after that; None if none was."""
+    """When the first draft token after the fault was accepted; None if none was."""
     ended: float
     leaked: dict[str, float]
-    """Gauges that are not 0 with nobody there, pages among them."""
+    """Gauges that are not 0 once no client is left, pages among them."""
     alive: int
     services: int
 
     @property
     def pages(self) -> float:
-        """KV pages that nobody gave back."""
+        """KV pages that were not given back."""
         return self.leaked.get("outrider_verify_kv_pages_used", 0.0)
 
     def rows(self, label: str) -> list[Row]:
-        """Figures, for the report."""
+        """Return the figures for the report."""
         record, calm = self.record, self.accepted or self.ended
         before = record.speed(self.started, self.fault)
         during, after = record.speed(self.fault, self.lifted), record.speed(calm, self.ended)
@@ -102,7 +102,7 @@ class CaseOutcome:
         return [Row(f"{label} chaos {self.name} fp32", *figure) for figure in figures]
 
     def complaints(self) -> list[str]:
-        """What must not be, in words."""
+        """Return in words what must not happen but did."""
         found = []
         record = self.record
         if record.wrong or record.wrong_texts:
@@ -128,7 +128,7 @@ async def run_case(
     timing: Timing,
     draw: random.Random,
 ) -> CaseOutcome:
-    """Bring a fault over services under load."""
+    """Run a case: cause its fault in services under load."""
     async with ChaosLoad(world.cluster.gateway_address, asked, clients) as load:
         await load.answers(WARM_ANSWERS)
         await load.accepted()
@@ -139,7 +139,7 @@ async def run_case(
             await asyncio.sleep(timing.fault * case.lasts)
         lifted = time.monotonic()
         accepted = None
-        with suppress(TimeoutError):  # it is complained of
+        with suppress(TimeoutError):  # `complaints` reports it
             accepted = await load.accepted(RECOVERY_SECONDS)
         await asyncio.sleep(timing.after)
         ended = time.monotonic()
@@ -152,7 +152,7 @@ async def run_case(
 
 
 def chosen(only: str) -> dict[str, ChaosCase]:
-    """The cases to run: those named, or all that this machine can."""
+    """Return the cases to run: the named ones, or all that this machine can run."""
     if only:
         return {name: CASES[name] for name in only.split(",")}
     linkable = Link.possible()
@@ -162,7 +162,7 @@ def chosen(only: str) -> dict[str, ChaosCase]:
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:
-    """Options of the services: exact, and without a radix cache, so that every page must come back."""
+    """Return the services' options: exact arithmetic, and no radix cache, so that every page must come back."""
     folder = resolve_model(arguments.model)
 
     def on_line(name: str, line: str) -> None:
@@ -188,7 +188,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
 
 
 async def run_all(arguments: argparse.Namespace, cases: dict[str, ChaosCase]) -> tuple[list[CaseOutcome], list[str]]:
-    """Case after case, each world started once, or again after a case that broke it; and which those were."""
+    """Run all cases. A world starts once, and again after a case that broke it. Return outcomes, and what broke."""
     setup, asked = setup_of(arguments), questions(arguments.questions, arguments.max_tokens)
     timing = Timing(arguments.before, arguments.fault, arguments.after)
     outcomes: list[CaseOutcome] = []
@@ -204,7 +204,7 @@ async def run_all(arguments: argparse.Namespace, cases: dict[str, ChaosCase]) ->
                 draw = random.Random(f"{arguments.seed} {name}")
                 try:
                     outcomes.append(await run_case(name, case, world, known, arguments.clients, timing, draw))
-                except Exception as error:  # the other cases are worth their figures all the same
+                except Exception as error:  # the figures of the other cases are still useful
                     broken.append(f"{name}: {type(error).__name__}: {error}")
                     print(f"FAILED {broken[-1]}", flush=True)
                     break
@@ -213,7 +213,7 @@ async def run_all(arguments: argparse.Namespace, cases: dict[str, ChaosCase]) ->
 
 
 def tell(outcome: CaseOutcome) -> None:
-    """Print a line of a case."""
+    """Print a case's figures and complaints."""
     figures = {row.metric: row.value for row in outcome.rows("")}
     words = ("complete", "failed", "refused", "wrong_tokens", "stall_before_ms", "stall_ms", "tokens_per_second")
     words += ("during_over_before", "after_over_before", "recovery_ms", "pages_leaked")
@@ -225,7 +225,7 @@ def tell(outcome: CaseOutcome) -> None:
 
 
 def main() -> int:
-    """Run, judge and report."""
+    """Run all cases, judge them and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases, comma separated")
     parser.add_argument("--list", action="store_true", help="name the cases")

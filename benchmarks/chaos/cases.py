@@ -1,4 +1,4 @@
-"""What befalls the services: each fault as a context within which it is on, and all cases in their order."""
+"""The faults, each as a context that is left when the fault ends, and the list of all cases in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Fault = Callable[[World, random.Random], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class ChaosCase:
-    """A fault, where it happens, and what it may do."""
+    """A fault, the world it happens in, and its permitted effects."""
 
     title: str
     world: str
@@ -34,16 +34,16 @@ class ChaosCase:
     seen: str
     """What users see, for the documentation."""
     lasts: float = 1.0
-    """Of the usual time; 0 where the fault is over once it has happened."""
+    """Share of the usual time; 0 if the fault happens once and is over."""
     may_fail: bool = False
-    """Streams under way may end with an error: what answers them is gone."""
+    """Running streams may end with an error, since the service that answers them is gone."""
     may_refuse: bool = False
     """New requests may be refused."""
 
 
 @asynccontextmanager
 async def killed(world: World, draw: random.Random, name: str) -> AsyncIterator[None]:
-    """SIGKILL; started again at the end."""
+    """Send SIGKILL; start the service again at the end."""
     await world.kill(name)
     yield
     await world.restart(name)
@@ -51,7 +51,7 @@ async def killed(world: World, draw: random.Random, name: str) -> AsyncIterator[
 
 @asynccontextmanager
 async def stopped(world: World, draw: random.Random, name: str) -> AsyncIterator[None]:
-    """SIGSTOP, and at the end SIGCONT."""
+    """Send SIGSTOP, and at the end SIGCONT."""
     world.cluster.children[name].pause()
     try:
         yield
@@ -61,14 +61,14 @@ async def stopped(world: World, draw: random.Random, name: str) -> AsyncIterator
 
 @asynccontextmanager
 async def restarted(world: World, draw: random.Random, name: str) -> AsyncIterator[None]:
-    """SIGTERM, drain, and a new start."""
+    """Send SIGTERM, let the service drain, and start it again."""
     await world.restart(name)
     yield
 
 
 @asynccontextmanager
 async def flapping(world: World, draw: random.Random) -> AsyncIterator[None]:
-    """The draft is killed and started again, and killed again within a second of serving."""
+    """Kill the draft and start it again, over and over; each time it serves for less than a second."""
 
     over = asyncio.Event()
 
@@ -89,7 +89,7 @@ async def flapping(world: World, draw: random.Random) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def drained(world: World, draw: random.Random) -> AsyncIterator[None]:
-    """SIGTERM to the gateway: what runs finishes, what is new is refused. Started again at the end."""
+    """Send SIGTERM to the gateway: running requests finish, new ones are refused. Start it again at the end."""
     child = world.cluster.gateway
     child.terminate()
     yield
@@ -100,7 +100,7 @@ async def drained(world: World, draw: random.Random) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def corrupted(world: World, draw: random.Random, kind: str) -> AsyncIterator[None]:
-    """The draft's messages are what `CORRUPTIONS[kind]` makes of them."""
+    """Change the draft's messages by `CORRUPTIONS[kind]`."""
     relay = _there(world.relay, "relay")
     relay.corrupt(kind)
     try:
@@ -111,7 +111,7 @@ async def corrupted(world: World, draw: random.Random, kind: str) -> AsyncIterat
 
 @asynccontextmanager
 async def disguised(world: World, draw: random.Random, **fields: object) -> AsyncIterator[None]:
-    """The draft's hello says something else; its session begins anew."""
+    """Change `fields` of the draft's hello, and begin its session anew."""
     relay = _there(world.relay, "relay")
     relay.disguise(**fields)
     try:
@@ -122,7 +122,7 @@ async def disguised(world: World, draw: random.Random, **fields: object) -> Asyn
 
 @asynccontextmanager
 async def weathered(world: World, draw: random.Random, weather: Weather) -> AsyncIterator[None]:
-    """The proxy between verify and draft is a bad network."""
+    """Make the proxy between verify and draft a bad network."""
     proxy = _there(world.proxy, "proxy")
     proxy.set(weather)
     try:
@@ -133,7 +133,7 @@ async def weathered(world: World, draw: random.Random, weather: Weather) -> Asyn
 
 @asynccontextmanager
 async def disconnected(world: World, draw: random.Random) -> AsyncIterator[None]:
-    """All connections between verify and draft are reset, again and again."""
+    """Reset all connections between verify and draft, again and again."""
     proxy = _there(world.proxy, "proxy")
 
     async def disconnect() -> None:
@@ -147,7 +147,7 @@ async def disconnected(world: World, draw: random.Random) -> AsyncIterator[None]
 
 @asynccontextmanager
 async def aired(world: World, draw: random.Random, air: Air) -> AsyncIterator[None]:
-    """Packets between the namespaces of verify and draft are late or lost."""
+    """Delay or lose packets between the namespaces of verify and draft."""
     link = _there(world.link, "link")
     link.air = air
     try:
@@ -158,7 +158,7 @@ async def aired(world: World, draw: random.Random, air: Air) -> AsyncIterator[No
 
 @asynccontextmanager
 async def full_disk(world: World, draw: random.Random) -> AsyncIterator[None]:
-    """The disk that logs go to has no room left; on a device that is always full, nothing more happens."""
+    """Fill the disk that logs go to. A device that is always full needs no more."""
     disk = _there(world.disk, "disk")
     filler = disk / "filler"
     if not disk.is_dir():
@@ -180,14 +180,14 @@ async def full_disk(world: World, draw: random.Random) -> AsyncIterator[None]:
 async def misused(
     world: World, draw: random.Random, client: Callable[[World, int], Coroutine[None, None, None]], count: int
 ) -> AsyncIterator[None]:
-    """So many misbehaving clients beside the load."""
+    """Run `count` misbehaving clients beside the load."""
     async with _meanwhile(*(client(world, draw.randrange(2**32)) for _ in range(count))):
         yield
 
 
 @asynccontextmanager
 async def _meanwhile(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Work that goes on within the context. What it raises comes out at the end."""
+    """Run `work` while the context lasts. Its exceptions are raised at the end."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         yield

@@ -1,6 +1,6 @@
-"""A service in a network namespace, or with its log on a disk of its own: what the chaos benchmark runs in its place.
+"""Run a service in a network namespace, or with its log on a separate disk. The chaos benchmark starts this instead.
 
-CHAOS_NAMESPACE: file of the namespace to enter. CHAOS_LOGS: folder in which stdout and stderr are appended to a file.
+CHAOS_NAMESPACE: file of the namespace to enter. CHAOS_LOGS: folder with the file that stdout and stderr append to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    """Move there, then become the service, whose name is that of its ready file."""
+    """Enter namespace and log, then become the service, which is named by its ready file."""
     name = next(Path(text).stem for text in sys.argv if text.startswith("--ready-file="))
     if namespace := os.environ.get("CHAOS_NAMESPACE"):
         handle = os.open(namespace, os.O_RDONLY)

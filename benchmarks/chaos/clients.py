@@ -1,4 +1,4 @@
-"""Clients that misbehave, over REST: one that vanishes in mid-stream, and one that does not read."""
+"""REST clients that misbehave: one vanishes in mid-stream, one does not read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from benchmarks.chaos.proxy import vanish
 
 PROMPT = [5, 6, 7, 8]
-"""Token ids that every model has."""
+"""Token ids that exist in every model."""
 MAX_TOKENS = 200
 SMALL_BUFFER = 2048
 PAUSE_SECONDS = 0.05
 
 
 async def vanishing(rest_url: str, seed: int) -> None:
-    """Ask again and again, and reset the connection after a part of each answer; until cancelled."""
+    """Ask again and again, and reset the connection after a part of each answer, until cancelled."""
     draw = random.Random(seed)
     while True:
         with suppress(OSError):
@@ -28,7 +28,7 @@ async def vanishing(rest_url: str, seed: int) -> None:
 
 
 async def unread(rest_url: str) -> None:
-    """Ask for a long answer with all that can be told of its tokens, and leave it unread; until cancelled."""
+    """Ask for a long answer with as many logprobs as possible, and leave it unread until cancelled."""
     connection = await _ask(rest_url, logprobs=5)
     try:
         await asyncio.get_running_loop().create_future()
@@ -47,7 +47,7 @@ async def _vanish_once(rest_url: str, num_bytes: int) -> None:
 
 
 async def _ask(rest_url: str, **fields: object) -> socket.socket:
-    """Send a request for a stream; its connection, of which nothing was read."""
+    """Send a request for a stream. Return its connection, unread."""
     url = urlsplit(rest_url)
     asked = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
     body = json.dumps({**asked, **fields})

@@ -1,7 +1,7 @@
-"""A link between network namespaces whose packets are late or lost: the kernel's own TCP runs over it. Linux, as root.
+"""A link between network namespaces that delays and loses packets below the kernel's own TCP. Linux, as root.
 
-Two tun devices, one of them in a namespace of its own, and a thread between them that delays and drops packets. That
-is what netem does, on kernels that lack it, too.
+It consists of two tun devices, one of them in a namespace of its own, and a thread that carries, delays and drops
+packets between them. This is what netem does, but works on kernels without it, too.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Air:
-    """What befalls packets, each way."""
+    """What happens to packets, each way."""
 
     delay: float = 0.0
     """Seconds."""
     jitter: float = 0.0
-    """More seconds, at most; packets may overtake each other."""
+    """Most additional seconds; packets may overtake each other."""
     loss: float = 0.0
-    """Chance that a packet never arrives."""
+    """Chance that a packet is lost."""
 
 
 class Link:
-    """A namespace that can be reached by this link alone. `near` and `far` are the addresses of its ends."""
+    """A namespace that only this link connects. `near` and `far` are the addresses of its ends."""
 
     def __init__(self, seed: int = 0) -> None:
         number = next(_numbers)
@@ -48,7 +48,7 @@ class Link:
         self.near, self.far = f"{net}.{4 * number + 1}", f"{net}.{4 * number + 2}"
         self.air = Air()
         self.num_harmed = 0
-        """Packets that were late or lost."""
+        """Number of packets that were late or lost."""
         self._random = random.Random(seed)
         self._names = [f"och{os.getpid() % 100000}.{number}{end}" for end in "ab"]
         self._devices: list[int] = []
@@ -57,7 +57,7 @@ class Link:
 
     @staticmethod
     def possible() -> bool:
-        """Whether this machine and user can have one."""
+        """Whether this machine and user can have a link."""
         if os.geteuid() != 0 or not os.access(_DEVICE, os.W_OK):
             return False
         name = f"outrider-{os.getpid()}-try"
@@ -70,7 +70,7 @@ class Link:
 
     @property
     def path(self) -> str:
-        """File that stands for the namespace."""
+        """The namespace's file."""
         return f"/run/netns/{self.namespace}"
 
     def __enter__(self) -> Link:

@@ -1,4 +1,4 @@
-"""Steady load for the chaos benchmark: streams whose every token is held to what plain decoding gave."""
+"""Steady load for the chaos benchmark: every token of its streams is compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class KnownAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message of a stream. Times are of the monotonic clock, in seconds."""
+    """A message of a stream. Times are seconds of the monotonic clock."""
 
     at: float
     gap: float
-    """Since the message before, or since the request was sent."""
+    """Seconds since the message before, or since the request was sent."""
     tokens: int
     accepted: int
-    """Draft tokens among them."""
+    """Number of accepted draft tokens among the tokens."""
 
 
 @dataclass
@@ -52,28 +52,28 @@ class Record:
     failed: int = 0
     """Streams that ended with an error after their first token."""
     refused: int = 0
-    """Requests that got an error and not one token; they may be sent again."""
+    """Requests that got an error before any token; they may be sent again."""
     wrong: int = 0
-    """Tokens that are not those of plain decoding: other ones, repeated ones, missing ones."""
+    """Tokens that differ from plain decoding: changed, repeated or missing ones."""
     wrong_texts: int = 0
     errors: list[str] = field(default_factory=list)
 
     def speed(self, start: float, end: float) -> float:
-        """Tokens per second between two times."""
+        """Return the tokens per second between two times."""
         tokens = sum(arrival.tokens for arrival in self.arrivals if start <= arrival.at < end)
         return tokens / (end - start) if end > start else 0.0
 
     def longest_gap(self, start: float, end: float) -> float:
-        """Longest wait of any stream that ended between two times, in seconds."""
+        """Return the longest wait of a stream that ended between two times, in seconds."""
         return max((arrival.gap for arrival in self.arrivals if start <= arrival.at < end), default=0.0)
 
     def first_accepted(self, start: float) -> float | None:
-        """When the first draft token accepted after `start` came."""
+        """Return when the first accepted draft token after `start` came."""
         return next((one.at for one in self.arrivals if one.at >= start and one.accepted), None)
 
 
 def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
-    """Chats on lists that are to be repeated, so that drafts find something; every other one is sampled with a seed."""
+    """Return chats about lists to repeat, so that drafts find something; every other one is sampled with a seed."""
     made = []
     for number in range(count):
         wanted = [TOPICS[(number + step * (1 + number % 3)) % len(TOPICS)] for step in range(4)]
@@ -96,7 +96,7 @@ def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
 
 
 async def answered_plainly(address: str, asked: Sequence[KnownAnswer], at_once: int = 4) -> list[KnownAnswer]:
-    """The questions with their answers, decoded without any draft."""
+    """Return the questions with their answers, decoded without a draft."""
     channel = open_channel(address)
     places = asyncio.Semaphore(at_once)
 
@@ -145,7 +145,7 @@ class ChaosLoad:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Ask no more; returns when the last answer is complete."""
+        """Ask no more, and wait for the last answer to complete."""
         self._stopping = True
         try:
             if exception[0] is None:
@@ -158,24 +158,24 @@ class ChaosLoad:
             await self._channel.close()
 
     async def until(self, happened: Callable[[], object], seconds: float = UNTIL_SECONDS) -> None:
-        """Wait until something is so; it is looked at after each message. Raises TimeoutError."""
+        """Wait until `happened()`, which is checked after each message. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
             while not happened():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def answers(self, count: int) -> None:
-        """Wait for so many more complete answers."""
+        """Wait for `count` more complete answers."""
         wanted = self.record.complete + count
         await self.until(lambda: self.record.complete >= wanted)
 
     async def tokens(self, count: int) -> None:
-        """Wait for so many more messages with tokens."""
+        """Wait for `count` more messages with tokens."""
         wanted = len(self.record.arrivals) + count
         await self.until(lambda: len(self.record.arrivals) >= wanted)
 
     async def accepted(self, seconds: float = UNTIL_SECONDS) -> float:
-        """Wait for a draft token that is accepted from now on; when it came."""
+        """Wait for a draft token that is accepted from now on. Return when it came."""
         since = time.monotonic()
         await self.until(lambda: self.record.first_accepted(since), seconds)
         return self.record.first_accepted(since) or since
@@ -188,7 +188,7 @@ class ChaosLoad:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(self, stub: Any, question: KnownAnswer) -> bool:
-        """Whether an answer came, right or wrong."""
+        """Ask once. Return whether an answer came, right or wrong."""
         record, last = self.record, time.monotonic()
         got, text, finished = 0, "", False
         try:
@@ -215,7 +215,7 @@ class ChaosLoad:
             return False
         finally:
             self._changed.set()
-        # An end without usage is no end.
+        # An end without usage is not the end of an answer.
         record.wrong += abs(len(question.token_ids) - got) + (not finished)
         record.wrong_texts += text != question.text
         record.complete += 1

@@ -1,4 +1,4 @@
-"""A machine of one's own for names: loopback, a DNS server on it, and a resolv.conf that says so. Linux."""
+"""Names of our own: a network with only loopback, a DNS server on it, and a resolv.conf that points to it. Linux."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def can_have_own_names() -> bool:
 
 
 def enter_own_names() -> None:
-    """Run this program again where the network is loopback alone and names are asked of 127.0.0.1; return there."""
+    """Run this program again in a network with only loopback, where 127.0.0.1 resolves names. Return only there."""
     if _INSIDE not in os.environ:
         os.environ[_INSIDE] = "1"
         os.execvp(_NAMESPACES[0], [*_NAMESPACES, sys.executable, *sys.orig_argv[1:]])
@@ -46,13 +46,13 @@ def enter_own_names() -> None:
 
 
 class NameServer(BaseResolver):  # type: ignore[misc]
-    """A DNS server that has the addresses of pods under the names of their headless Services. Use it with `with`."""
+    """A DNS server with the addresses of pods under the names of their headless Services. Use it with `with`."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, list[str]] = {}
         self._lock = threading.Lock()
         self.asked: Counter[str] = Counter()
-        """Questions for addresses, by name."""
+        """Number of questions for addresses, by name."""
         self._server = DNSServer(self, address=SERVER, port=53, logger=DNSLogger(logf=lambda text: None))
 
     def __enter__(self) -> NameServer:
@@ -64,18 +64,18 @@ class NameServer(BaseResolver):  # type: ignore[misc]
         self._server.server.server_close()
 
     def add(self, name: str, address: str) -> None:
-        """A pod is ready."""
+        """Add a pod that is ready."""
         with self._lock:
             self._addresses.setdefault(name, []).append(address)
 
     def remove(self, name: str, address: str) -> None:
-        """A pod is not ready, or on its way out; nothing happens if it was not there."""
+        """Remove a pod that is not ready, or will stop. An unknown pod is ignored."""
         with self._lock:
             if address in self._addresses.get(name, ()):
                 self._addresses[name].remove(address)
 
     def resolve(self, request: Any, handler: Any) -> Any:
-        """Answer a question; dnslib calls it, from threads of its own."""
+        """Answer a question. dnslib calls this from its own threads."""
         reply = request.reply()
         name = str(request.q.qname).rstrip(".").removesuffix(f".{DOMAIN}")
         with self._lock:

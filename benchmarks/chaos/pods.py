@@ -1,4 +1,4 @@
-"""Services as Kubernetes runs them: pods with addresses of their own, behind names, rolled out one by one."""
+"""Services as Kubernetes runs them: pods with their own addresses, behind names, rolled out one by one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ REST_PORT = 8000
 
 @dataclass(frozen=True)
 class Waits:
-    """What Kubernetes waits for, in seconds; as in deploy/kubernetes, but shorter."""
+    """Kubernetes' waiting times, in seconds; as in deploy/kubernetes, but shorter."""
 
     before_stop: float = 3.0
     """preStop: from leaving the name to SIGTERM."""
     ready: float = 3.0
     """minReadySeconds: from a pod's readiness to the next pod's turn."""
     unready: float = 3.0
-    """From the death of a pod until it leaves the name: what probes take to see it."""
+    """From a pod's death until it leaves the name: the time that probes take to notice."""
 
 
 class Pod:
-    """One process of a service, at an address of its own."""
+    """One process of a service, at its own address."""
 
     def __init__(self, kind: str, address: str, options: ServiceOptions, folder: Path, on_line: LineSink) -> None:
         changes: dict[str, Any] = {
@@ -52,13 +52,13 @@ class Pod:
         self.child = Child(f"{kind} {address}", MODULES[kind], Path(changes["ready_file"]), on_line)
 
     async def start(self) -> None:
-        """Start the process; returns when it serves. Raises ServiceFailedError."""
+        """Start the process, and wait until it serves. Raises ServiceFailedError."""
         env = {**service_env(self.kind, os.environ), **options_to_env(self.options)}
         self.child.start(options_to_argv(self.options), env)
         await asyncio.to_thread(self.child.wait_ready, START_SECONDS, threading.Event())
 
     async def end(self) -> int:
-        """Ask the process to drain and end; its exit code, or the signal that it had to be ended with."""
+        """Ask the process to drain and end. Return its exit code, or the signal that had to end it."""
         self.child.terminate()
         if not await asyncio.to_thread(self.child.wait, self.options.drain_seconds + 10):
             self.child.kill()
@@ -67,7 +67,7 @@ class Pod:
 
 
 class Deployment:
-    """The pods of a service and the name that those which are ready have."""
+    """The pods of a service, and the name that ready pods are found by."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Deployment:
         waits: Waits,
         surge: bool,
     ) -> None:
-        """`make` makes the pod at an address of `network` ("127.0.1"). `surge`: a new pod comes before the old goes."""
+        """`make` makes a pod at an address of `network` ("127.0.1"). With `surge`, new pods come before old ones go."""
         self.pods: list[Pod] = []
         self.exit_codes: list[int] = []
-        """Of pods that were asked to end."""
+        """Exit codes of pods that were asked to end."""
         self.name = name
         self._names = names
         self._make = make
@@ -90,7 +90,7 @@ class Deployment:
         self._surge = surge
 
     async def scale(self, size: int) -> None:
-        """Start pods until there are so many; returns when all are ready."""
+        """Start pods until there are `size`, and wait until all are ready."""
         await asyncio.gather(*(self._add() for _ in range(size - len(self.pods))))
 
     async def roll(self) -> None:
@@ -104,7 +104,7 @@ class Deployment:
                 await self._retire(pod)
 
     async def lose(self, pod: Pod) -> None:
-        """Kill a pod; it leaves the name when probes have seen that, and another one comes."""
+        """Kill a pod. It leaves the name when probes have noticed, and another pod is started."""
         self.pods.remove(pod)
         await asyncio.to_thread(pod.child.kill)
         await asyncio.sleep(self._waits.unready)
@@ -117,7 +117,7 @@ class Deployment:
         await asyncio.gather(*(self._end(pod) for pod in tuple(self.pods)))
 
     def kill(self) -> None:
-        """End all processes at once, whatever they do."""
+        """End all processes at once, whatever they are doing."""
         for pod in self.pods:
             pod.child.kill()
 

@@ -1,4 +1,4 @@
-"""A link between two services that fails as networks do, in user space: slow, thin, cut off, cut in mid-frame."""
+"""A link between two services that fails as networks do, in user space: slow, thin, broken, cut within a frame."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from dataclasses import dataclass
 
 CHUNK_BYTES = 16384
 RESEND_SECONDS = 0.2
-"""What a lost packet costs its connection at least: TCP's first retransmission."""
+"""Least cost of a lost packet to its connection: TCP's first retransmission."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What befalls what passes."""
+    """What happens to passing bytes."""
 
     delay: float = 0.0
     """Seconds, each way."""
     jitter: float = 0.0
-    """More seconds, at most."""
+    """Most additional seconds."""
     loss: float = 0.0
-    """Chance that a chunk must be sent again, and holds up what is behind it."""
+    """Chance that a chunk must be sent again, which delays all chunks behind it."""
     rate: float = 0.0
-    """Bytes per second, each way; 0 for any number."""
+    """Bytes per second, each way; 0 for no limit."""
     cut: float = 0.0
-    """Chance that a connection ends within a chunk: a part of it passes, the rest never."""
+    """Chance that a connection ends within a chunk: a part of it passes, the rest is lost."""
     down: bool = False
-    """Nothing passes, and nobody is told."""
+    """Nothing passes, and no end is told."""
 
 
 class Proxy:
-    """Listens on one unix socket and passes bytes on to another; `weather` may be changed at any time.
+    """Listens on one unix socket and passes bytes on to another; `weather` may change at any time.
 
-    Use it with `async with`, inside the event loop that it is to run on.
+    Use it with `async with`, inside the event loop that it will run on.
     """
 
     def __init__(self, listen: str, target: str, seed: int = 0) -> None:
         self.weather = Weather()
         self.num_harmed = 0
-        """Chunks that a weather delayed or cut, and connections that were reset."""
+        """Number of chunks that were delayed or cut, and of connections that were reset."""
         self._listen = listen.removeprefix("unix:")
         self._target = target.removeprefix("unix:")
         self._random = random.Random(seed)
@@ -61,7 +61,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def set(self, weather: Weather) -> None:
-        """From now on."""
+        """Change the weather from now on."""
         self.weather = weather
         if weather.down:
             self._up.clear()
@@ -99,7 +99,7 @@ class Proxy:
                 end.transport.abort()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One way; what is delayed goes in order, one chunk's delay beside the next one's."""
+        """Pass bytes on, one way. Delayed chunks keep their order, and their delays overlap."""
         clock = asyncio.get_running_loop().time
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
 
@@ -138,6 +138,6 @@ class Proxy:
 
 
 def vanish(connection: socket.socket) -> None:
-    """Close a connection with a reset, as a machine that lost its power answers."""
+    """Close a connection with a reset, as if the machine had lost power."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     connection.close()

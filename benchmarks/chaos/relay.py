@@ -1,4 +1,4 @@
-"""A draft service that cannot be trusted: a real one behind a door that changes what it says."""
+"""A draft service that cannot be trusted: a real one, and a door that changes its messages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_NODES = 64
 
 @dataclass
 class Corruption:
-    """What becomes of each message; `name` says which of `CORRUPTIONS`. One stream's messages go through one of these.
+    """Changes the messages of one stream; `name` is a key of `CORRUPTIONS`.
 
-    A message is what the wrapped draft service really said, so most of what it names is real.
+    Each message comes from the real draft service, so most of what it names exists.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Corruption:
     held: list[bytes] = field(default_factory=list)
 
     def __call__(self, message: bytes) -> list[bytes]:
-        """The messages that go out in the place of one."""
+        """Return the messages to send instead of `message`."""
         out = CORRUPTIONS[self.name](self, message)
         self.past.append(message)
         return out
 
 
 def lost(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Every third one never arrives."""
+    """Lose every third message, at random."""
     return [] if corruption.random.random() < 0.33 else [message]
 
 
 def truncated(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Half of them end early, in their bytes or in their arrays."""
+    """Shorten half of the messages, in their bytes or in their arrays."""
     draw = corruption.random
     if draw.random() < 0.5 or not message:
         return [message]
@@ -64,12 +64,12 @@ def truncated(corruption: Corruption, message: bytes) -> list[bytes]:
 
 
 def duplicated(corruption: Corruption, message: bytes) -> list[bytes]:
-    """All of them come two to four times."""
+    """Send each message two to four times."""
     return [message] * corruption.random.randint(2, 4)
 
 
 def reordered(corruption: Corruption, message: bytes) -> list[bytes]:
-    """They wait for each other, and leave in any order."""
+    """Hold messages back, and send them together in random order."""
     corruption.held.append(message)
     if len(corruption.held) < HELD_BACK:
         return []
@@ -79,12 +79,12 @@ def reordered(corruption: Corruption, message: bytes) -> list[bytes]:
 
 
 def stale(corruption: Corruption, message: bytes) -> list[bytes]:
-    """With each comes one from before: of an earlier tree, or of a request that has ended."""
+    """Add an earlier message to each one: about an earlier tree, or a request that has ended."""
     return [message, corruption.random.choice(corruption.past)] if corruption.past else [message]
 
 
 def flipped(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Some bits of each are others."""
+    """Flip some bits of each message."""
     data = bytearray(message)
     for _ in range(corruption.random.randint(1, 4)):
         if data:
@@ -93,7 +93,7 @@ def flipped(corruption: Corruption, message: bytes) -> list[bytes]:
 
 
 def garbage(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Between real ones: noise, and well-formed trees of nonsense for requests that are open."""
+    """Add noise, or well-formed trees of nonsense for open requests."""
     draw = corruption.random
     if draw.random() < 0.3:
         return [message, draw.randbytes(draw.randrange(200))]
@@ -105,7 +105,7 @@ def garbage(corruption: Corruption, message: bytes) -> list[bytes]:
 
 
 def foreign(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Token ids are those of another tokenizer, some past the end of the target's vocabulary."""
+    """Replace token ids as if by another tokenizer, some beyond the end of the target's vocabulary."""
     batch = Response.FromString(message)
     for event in batch.events:
         if event.WhichOneof("event") == "grow":
@@ -115,7 +115,7 @@ def foreign(corruption: Corruption, message: bytes) -> list[bytes]:
 
 
 def hostile(corruption: Corruption, message: bytes) -> list[bytes]:
-    """All of the above, at random."""
+    """Apply one of the other corruptions, chosen at random."""
     kinds = [kind for name, kind in CORRUPTIONS.items() if name not in ("hostile", "passed")]
     return corruption.random.choice(kinds)(corruption, message)
 
@@ -135,7 +135,7 @@ CORRUPTIONS: dict[str, Callable[[Corruption, bytes], list[bytes]]] = {
 
 
 def _nonsense(corruption: Corruption, real: draft_pb2.Grow) -> draft_pb2.Grow:
-    """A tree that nobody grew, for a request that is open or for none."""
+    """Return a tree that was never grown, for an open request or for none."""
     draw = corruption.random
     count = draw.randrange(MAX_NODES)
     noise = np.random.default_rng(draw.randrange(2**32))
@@ -160,14 +160,14 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class Relay:
-    """Serves DraftService on `listen` with what the service at `target` says. Use it with `async with`.
+    """Serves DraftService on `listen` with the messages of the service at `target`. Use it with `async with`.
 
     `corrupt` and `disguise` may be called at any time.
     """
 
     def __init__(self, listen: str, target: str, vocab_size: int, seed: int = 0) -> None:
         self.num_harmed = 0
-        """Messages that went through a corruption, and hellos that were changed."""
+        """Number of messages that passed a corruption, and of changed hellos."""
         self._listen = listen
         self._target = target
         self._vocab_size = vocab_size
@@ -189,11 +189,11 @@ class Relay:
         await self._server.stop(0)
 
     def corrupt(self, kind: str) -> None:
-        """From now on, messages become what `CORRUPTIONS[kind]` makes of them."""
+        """Change messages by `CORRUPTIONS[kind]` from now on."""
         self._kind = kind
 
     def disguise(self, **fields: Any) -> None:
-        """From the next session on, these fields of the hello are others; ends the sessions that there are."""
+        """Change these fields of the hello from the next session on. Current sessions end."""
         self._hello = fields
         for session in tuple(self._sessions):
             session.cancel()
@@ -217,7 +217,7 @@ class Relay:
                 for way in ways:
                     way.cancel()
                 ended = await asyncio.gather(*ways, return_exceptions=True)
-                call.cancel()  # closing the channel forgets a call that nobody reads from
+                call.cancel()  # closing the channel does not end a call that nobody reads
                 self._sessions.difference_update(ways)
         error = next((one for one in ended if isinstance(one, grpc.aio.AioRpcError)), None)
         if error is not None:

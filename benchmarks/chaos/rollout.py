@@ -1,14 +1,14 @@
-"""Several machines, rehearsed on one: replicas behind DNS names, replaced one by one under load.
+"""Rehearse several machines on one: replicas behind DNS names, replaced one by one under load.
 
 python -m benchmarks.chaos.rollout --out benchmarks/results/rollout_cpu.json    # some four minutes; no root, but Linux
 
-4 verify, 2 draft and 2 gateways are processes with addresses of their own on loopback, in a network namespace with a
-real DNS server. They find each other as in deploy/kubernetes, by dns:///verify-headless:50052 and the like; a new pod
-has a new address. Clients of gRPC find the gateways by gRPC's name resolution, those of OpenAI's library by the
-system's, and every answer is known from plain decoding in float32. All of verify, then of draft, then of the gateways
-is rolled out as Kubernetes does it; then one verify is killed. Exit code 1 if a token was wrong, a request failed that
-need not, a failure did not say that verify was lost, a service did not end by itself, or draft tokens are accepted no
-more.
+4 verify, 2 draft and 2 gateway services are processes with their own addresses on loopback, in a network namespace with
+a real DNS server. They find each other as in deploy/kubernetes, by dns:///verify-headless:50052 and the like; a new pod
+has a new address. gRPC clients find the gateways by gRPC's name resolution, clients of OpenAI's library by the
+system's, and every answer is known from plain decoding in float32. All verify services, then all drafts, then all
+gateways are rolled out as by Kubernetes; then one verify is killed. Exit code 1 if a token was wrong, a request failed
+without need, an error did not say that verify was lost, a service did not end by itself, or draft tokens are no longer
+accepted.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ VOCAB = 61
 GATEWAY = f"dns:///gateway:{PORTS['gateway']}"
 ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 LOST = "verify service"
-"""What an answer says that was lost with its verify service."""
+"""Part of the error of an answer that was lost with its verify service."""
 
 
 def tiny_model(folder: Path) -> Path:
-    """A random Llama of a few words whose logits are spread, so that greedy text does not hang on rounding."""
+    """Make a random Llama of a few words, with logits so far apart that rounding does not change greedy text."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,7 +79,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
-    """Greedy answers, which of this model soon repeat themselves, so that drafts find something."""
+    """Return questions with greedy answers. This model soon repeats itself, so that drafts find something."""
     made = []
     for number in range(count):
         prompt = gateway_pb2.TokenIds(ids=[number % 40 + 1, 2 * number % 50 + 3, 40 - number % 40])
@@ -91,7 +91,7 @@ def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
 
 
 def dial(address: str) -> grpc.aio.Channel:
-    """A channel to all addresses of a name in turn, as a client of gRPC has it."""
+    """Open a channel to all addresses of a name in turn, as gRPC clients do."""
     options = [*channel_options(DEFAULT_MAX_MESSAGE_BYTES), ("grpc.service_config", ROUND_ROBIN)]
     return grpc.aio.insecure_channel(address, options=options)
 
@@ -143,7 +143,7 @@ class RestLoad:
 
 @dataclass
 class Phase:
-    """What clients saw of one step; a figure is by how much it has grown."""
+    """What clients saw in one step. Figures count only this step."""
 
     name: str
     seconds: float
@@ -153,7 +153,7 @@ class Phase:
     """Longest wait of a stream, in seconds."""
 
     def complaints(self) -> list[str]:
-        """What must not be, in words."""
+        """Return in words what must not happen but did."""
         found = []
         if self.figures["wrong_tokens"] or self.figures["rest_wrong"]:
             found.append(f"{self.name}: wrong answers: {self.figures}")
@@ -167,7 +167,7 @@ class Phase:
 
 
 class Rehearsal:
-    """Steps under load, and what clients saw of each."""
+    """Runs steps under load, and keeps what clients saw in each."""
 
     def __init__(self, load: ChaosLoad, rest: RestLoad) -> None:
         self.phases: list[Phase] = []
@@ -187,7 +187,7 @@ class Rehearsal:
         }
 
     async def phase(self, name: str, step: Awaitable[None]) -> None:
-        """Do something under load, until draft tokens are accepted afterwards."""
+        """Run a step under load, and wait until draft tokens are accepted after it."""
         before, began = self._figures(), time.monotonic()
         num_errors, num_rest = len(self._load.record.errors), len(self._rest.errors)
         await step
@@ -204,7 +204,7 @@ class Rehearsal:
 
 
 def options_of(model: Path) -> dict[str, ServiceOptions]:
-    """Of each service, as deploy/kubernetes has them: peers are names."""
+    """Return each service's options, as in deploy/kubernetes: peers are names."""
     drain: dict[str, Any] = {"drain_seconds": 30.0}
     return {
         "draft": DraftOptions(
@@ -232,12 +232,12 @@ def options_of(model: Path) -> dict[str, ServiceOptions]:
 
 
 async def rehearse(arguments: argparse.Namespace, folder: Path, names: NameServer) -> tuple[list[Phase], list[str]]:
-    """All of it; phases, and what was wrong."""
+    """Run the whole rehearsal. Return its phases, and what went wrong."""
     model = arguments.model or tiny_model(folder / "tiny")
     options, on_line = options_of(model), printer(arguments.verbose)
     waits = Waits(before_stop=arguments.before_stop)
     deployments: dict[str, Deployment] = {}
-    # Names stand for nothing at first: whoever looks them up waits.
+    # At first the names have no addresses: whoever looks them up waits.
     for place, (kind, name) in enumerate(
         (("verify", "verify-headless"), ("draft", "draft-headless"), ("gateway", "gateway")), 1
     ):
@@ -271,12 +271,12 @@ async def rehearse(arguments: argparse.Namespace, folder: Path, names: NameServe
 
 
 def make_pod(kind: str, options: ServiceOptions, folder: Path, on_line: Any, address: str) -> Pod:
-    """A pod at an address."""
+    """Make a pod at an address."""
     return Pod(kind, address, options, folder, on_line)
 
 
 def rows(phases: Sequence[Phase], clients: int) -> list[Row]:
-    """Figures, for the report."""
+    """Return the figures for the report."""
     made = []
     for phase in phases:
         case = f"tiny ngram split b{2 * clients} rollout {phase.name} fp32 greedy"
@@ -286,7 +286,7 @@ def rows(phases: Sequence[Phase], clients: int) -> list[Row]:
 
 
 def main() -> int:
-    """Run, judge and report."""
+    """Run the rehearsal, judge it and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verify", type=int, default=4, help="replicas")
     parser.add_argument("--draft", type=int, default=2, help="replicas")

@@ -1,4 +1,4 @@
-"""Worlds of the chaos benchmark: a cluster of services, what lies between them, and ways to harm it."""
+"""Worlds of the chaos benchmark: a cluster of services, what stands between them, and ways to harm it."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ METRICS_PORT = 9103
 
 @dataclass
 class World:
-    """A running cluster, and what of a world's kind is between verify and draft or below their logs."""
+    """A running cluster, and what its kind of world puts between verify and draft or below their logs."""
 
     cluster: Cluster
     relay: Relay | None = None
     proxy: Proxy | None = None
     link: Link | None = None
     disk: Path | None = None
-    """Where the services log to."""
+    """Folder of the services' logs."""
     pids: dict[str, int] = field(default_factory=dict)
-    """Of the services, as they were started or restarted last."""
+    """Process ids of the services as of their last start."""
 
     def note_pids(self) -> None:
-        """The services run as they should."""
+        """Note the services' process ids, once they run as they should."""
         self.pids = {name: child.pid for name, child in self.cluster.children.items()}
 
     async def restart(self, name: str) -> None:
-        """Start a service again, without holding up the event loop; returns when it serves."""
+        """Start a service again without blocking the event loop, and wait until it serves."""
         await asyncio.to_thread(self.cluster.restart, name)
         self.pids[name] = self.cluster.children[name].pid
 
     async def kill(self, name: str) -> None:
-        """SIGKILL, all of its processes."""
+        """Send SIGKILL to all processes of a service."""
         await asyncio.to_thread(self.cluster.children[name].kill)
 
     @property
     def num_alive(self) -> int:
-        """Services that run and are those that were started."""
+        """Number of services that still run as the process that was started."""
         children = self.cluster.children.items()
         return sum(child.running and child.pid == self.pids[name] for name, child in children)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all worlds have in common."""
+    """Options that all worlds have in common."""
 
     verify: VerifyOptions
     draft: DraftOptions
@@ -73,7 +73,7 @@ class Setup:
 
 @asynccontextmanager
 async def open_world(kind: str, setup: Setup) -> AsyncIterator[World]:
-    """A world of one of `WORLDS`, ready."""
+    """Start a world of a kind in `WORLDS`; it is ready inside the context."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ochaos-")))
         world = await WORLDS[kind](stack, setup, folder)
@@ -82,26 +82,26 @@ async def open_world(kind: str, setup: Setup) -> AsyncIterator[World]:
 
 
 async def _plain(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
-    """Services that talk to each other directly."""
+    """Make services that talk to each other directly."""
     return World(await _cluster(stack, setup))
 
 
 async def _relayed(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
-    """Between verify and draft is a relay that may change messages."""
+    """Put a relay between verify and draft, which may change messages."""
     door, target = f"unix:{folder}/relay", f"unix:{folder}/draft"
     relay = await stack.enter_async_context(Relay(door, target, setup.vocab_size, setup.seed))
     return World(await _cluster(stack, _between(setup, door, target)), relay=relay)
 
 
 async def _proxied(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
-    """Between verify and draft is a proxy that may be a bad network."""
+    """Put a proxy between verify and draft, which may be a bad network."""
     door, target = f"unix:{folder}/proxy", f"unix:{folder}/draft"
     proxy = await stack.enter_async_context(Proxy(door, target, setup.seed))
     return World(await _cluster(stack, _between(setup, door, target)), proxy=proxy)
 
 
 async def _linked(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
-    """The draft is in a network namespace of its own."""
+    """Put the draft in its own network namespace."""
     link = stack.enter_context(Link(setup.seed))
     address = f"{link.far}:{DRAFT_PORT}"
     setup = _between(setup, address, address)
@@ -111,7 +111,7 @@ async def _linked(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
 
 
 async def _logged(stack: AsyncExitStack, setup: Setup, folder: Path) -> World:
-    """Logs go to a small disk; without the right to mount one, to a device that is always full."""
+    """Send logs to a small disk; without the right to mount one, to a device that is always full."""
     disk = folder / "logs"
     disk.mkdir()
     if not stack.enter_context(small_disk(disk)):
@@ -132,7 +132,7 @@ WORLDS: dict[str, Callable[[AsyncExitStack, Setup, Path], Awaitable[World]]] = {
 
 
 def _between(setup: Setup, door: str, target: str) -> Setup:
-    """Verify dials `door`, the draft serves `target`; engines have no line, which would lead past what is between."""
+    """Let verify dial `door` and the draft serve `target`. A line between engines would bypass what is between."""
     draft = replace(setup.draft, address=target, local_line="off")
     return replace(setup, verify=replace(setup.verify, draft=(door,)), draft=draft)
 
@@ -156,7 +156,7 @@ async def _cluster(
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mount a disk of `DISK_BYTES` at a folder; gives whether that was allowed."""
+    """Mount a disk of `DISK_BYTES` at a folder. Yields whether that was allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     try:
         mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,12 +1,12 @@
-"""Rounds of the CUDA engine beside their floor: time by tokens, batch and context, and what it is made of.
+"""Rounds of the CUDA engine against their floor: time by tokens, batch and context, and its parts.
 
     python -m benchmarks.engine --shape llama-8b --out benchmarks/results/engine_llama-8b.json
     python -m benchmarks.engine --model FOLDER ...      weights of a checkpoint, for instance one that was inflated
 
-Drives CudaExecutor directly: no scheduler, no draft, no wire. Every round is repeated at the same place; contexts are
-prefilled, and trees hold what the model goes on with. The floor is measured in the same run: the device's copy rate,
+Drives CudaExecutor directly: no scheduler, no draft, no wire. Each round is repeated at the same place; contexts are
+prefilled, and trees hold the model's own continuation. The floor is measured in the same run: the device's copy rate,
 its dense matmul rate, and the bare products of the same number of tokens in one graph.
-`benchmarks.results_page` draws it.
+`benchmarks.results_page` draws the results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SAMPLINGS = {
 
 
 class Plan:
-    """What is measured. Contexts and batches shrink with `scale`, for a look at whether it runs."""
+    """What to measure. `scale` divides contexts and batches, for a quick test run."""
 
     def __init__(self, scale: int) -> None:
         self.context = 1024 // scale
@@ -64,19 +64,19 @@ class Plan:
             self.tokens, self.floor = [1, 4, 16], [1, 4, 16]
 
     def buckets(self, executor: CudaExecutor) -> list[Bucket]:
-        """The shapes of all rounds, largest first, as graphs are captured."""
+        """Return the shapes of all rounds, largest first, in the order of graph capture."""
         rounds = [(1, tokens) for tokens in self.tokens] + [(rows, rows) for rows in self.batches] + self.shared
         return sorted({executor.buckets.fit(tokens, rows) for rows, tokens in rounds}, reverse=True)
 
     @property
     def num_slots(self) -> int:
-        """KV slots that the largest of all cases needs, pages filled up."""
+        """KV slots that the largest case needs, rounded up to pages."""
         rooms = [rows * (self.context + 256) for rows in [*self.batches, *(rows for rows, _ in self.shared)]]
         return max([*rooms, max(self.contexts) + 256, max(self.prefills) + 256])
 
 
 class Benchmark:
-    """One model's rows, gathered phase by phase; a phase that fails is reported and the others go on."""
+    """Rows of one model, measured phase by phase. A phase that fails is reported, and the others go on."""
 
     def __init__(self, model: CausalLM, options: argparse.Namespace, plan: Plan) -> None:
         self.model, self.options, self.plan = model, options, plan
@@ -90,7 +90,7 @@ class Benchmark:
         self._copy_rate = 0.0
 
     def phase(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work`, and say how long it took."""
+        """Run `work` and print its duration; print the error if it fails."""
         start = time.perf_counter()
         try:
             with torch.inference_mode():
@@ -101,18 +101,18 @@ class Benchmark:
         print(f"[{name}: {time.perf_counter() - start:.1f} s]", flush=True)
 
     def add(self, case: str, metric: str, value: float, unit: str) -> None:
-        """Take a figure. `case` is the part between the shape's name and the dtype, with the decoding behind a bar."""
+        """Add a figure. `case` goes between the shape's name and the dtype; the decoding comes after a bar."""
         middle, _, decoding = case.partition("|")
         words = [self.options.name, middle, SHORT[self.options.dtype], decoding, self._mode]
         self.rows.append(Row(" ".join(word for word in words if word), metric, value, unit))
 
     def _compile(self, runs: list[Callable[[], object]]) -> None:
-        """Run each once, at the same time: kernels are compiled on all cores."""
+        """Run each function once, in parallel, so that kernels are compiled on all cores."""
         if self.model.device.type != "cuda":
             return
         with ThreadPoolExecutor(8) as pool:
             for future in [pool.submit(run) for run in runs]:
-                # What fails here fails again where it is measured, and is reported there.
+                # An error here comes again in the measurement, and is reported there.
                 with suppress(Exception):
                     future.result()
         torch.cuda.synchronize()
@@ -122,7 +122,7 @@ class Benchmark:
         return "deterministic" if self.options.deterministic else ""
 
     def floor(self) -> None:
-        """Copy rate, matmul rate, bare products."""
+        """Measure copy rate, matmul rate and bare products."""
         model, device = self.model, self.model.device
         self._copy_rate = copy_rate(device)
         self._matmul_rate = matmul_rate(device, model.dtype)
@@ -139,7 +139,7 @@ class Benchmark:
             self.add(f"bare products fastest m{count}", "weights_tb_per_second", rate / 1e12, "TB/s")
 
     def parts(self) -> None:
-        """Products as the model calls them, attention and sampling, each alone."""
+        """Measure products as the model calls them, attention and sampling, each alone."""
         forwards = {count: linear_forward(self.model, count) for count in self.plan.floor}
         self._compile(list(forwards.values()))
         for count, forward in forwards.items():
@@ -172,13 +172,13 @@ class Benchmark:
             self.add(case, "attention_over_kv_read", microseconds * 1e-6 * self._copy_rate / read, "ratio")
 
     def rounds(self) -> None:
-        """Whole rounds by tokens, batch and context, plain decoding and prefill."""
+        """Measure whole rounds by tokens, batch and context, plain decoding and prefill."""
         plan, options = self.plan, self.options
         num_pages = -(-plan.num_slots // options.page_size)
         limits = EngineLimits(
             vocab_size=self.model.config.vocab_size,
             context_length=max(plan.contexts) + 256,
-            # Rounds of one shape need room for a row with the largest tree beside all others.
+            # Rounds of one shape need room for a row with the largest tree in addition to all other rows.
             max_round_tokens=max(plan.tokens) * (2 if options.deterministic else 1),
             max_running=max(plan.batches),
             chunk_size=min(2048, max(plan.prefills)),
@@ -277,7 +277,7 @@ class Benchmark:
         return KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, self.model.dtype)
 
     def _prefill_operations(self, count: int) -> int:
-        """Multiplications and additions of the layers' products and of causal attention."""
+        """Return the number of operations in the layers' products and in causal attention."""
         config = self.model.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         weights = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
@@ -286,7 +286,7 @@ class Benchmark:
 
 
 def print_table(rows: list[Row]) -> None:
-    """The figures that have targets, shortest last."""
+    """Print the figures that have targets, rounds last."""
     metrics = ["gemm_ms", "linear_ms", "attention_us_per_layer", "attention_over_kv_read", "attend_ms", "sampling_us"]
     metrics.append("rest_ms")
     units = ("TB/s", "TFLOP/s", "s", "MiB", "tokens/s")
@@ -304,7 +304,7 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape", help="random weights of a shape, as for `outrider inflate`")

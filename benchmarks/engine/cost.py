@@ -1,4 +1,4 @@
-"""What explains a round's time: a fixed part, and parts for tokens, requests, and the contexts that they look at."""
+"""A model of a round's time: a fixed part, and parts for tokens, requests, and the contexts that they attend to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Point:
 
     @classmethod
     def of(cls, case: str) -> Point | None:
-        """The round that a row's case tells of, None for other cases and other decoding than greedy."""
+        """Return the round that a row's case describes; None for other cases, and for decoding other than greedy."""
         found = CASE.search(case)
         if found is None:
             return None
@@ -32,7 +32,7 @@ class Point:
 
     @property
     def features(self) -> list[float]:
-        """What the time is linear in."""
+        """The terms that the time is linear in."""
         keys = self.num_rows * self.context
         return [1.0, self.num_tokens, self.num_rows, keys / 1024, self.num_tokens * self.context / 1024]
 
@@ -43,13 +43,13 @@ class FittedCost:
 
     coefficients: NDArray[np.float64]
     worst: float
-    """Largest relative error over the rounds that it was fitted to."""
+    """Largest relative error over the fitted rounds."""
 
     NAMES = ("base_ms", "ms_per_token", "ms_per_request", "ms_per_1k_keys", "ms_per_token_and_1k_keys")
 
     @classmethod
     def fit(cls, points: Iterable[tuple[Point, float]]) -> FittedCost:
-        """Least squares of the relative error. Raises ValueError for fewer rounds than coefficients."""
+        """Fit by least squares of the relative error. Raises ValueError for fewer rounds than coefficients."""
         pairs = list(points)
         if len(pairs) < len(cls.NAMES):
             raise ValueError(f"{len(pairs)} rounds are too few for a model of {len(cls.NAMES)} coefficients")
@@ -58,7 +58,7 @@ class FittedCost:
         used = list(range(len(cls.NAMES)))
         while True:
             solution, *_ = np.linalg.lstsq(features[:, used], np.ones(len(pairs)), rcond=None)
-            # A part that would have to be negative explains nothing: without it, once more.
+            # A part with a negative coefficient explains nothing: drop it and fit again.
             if (solution >= 0).all() or len(used) == 1:
                 break
             used.pop(int(solution.argmin()))
@@ -67,11 +67,11 @@ class FittedCost:
         return cls(coefficients, float(np.abs(features @ coefficients - 1).max()))
 
     def __call__(self, point: Point) -> float:
-        """Milliseconds of a round."""
+        """Return the milliseconds of a round."""
         return float(np.dot(self.coefficients, point.features))
 
 
 def round_times(rows: Iterable[Row], metric: str) -> dict[Point, float]:
-    """Milliseconds of each greedy round that `rows` have under `metric`."""
+    """Return the milliseconds of each greedy round that `rows` have under `metric`."""
     found = ((Point.of(row.case), row.value) for row in rows if row.metric == metric)
     return {point: ms for point, ms in found if point is not None}

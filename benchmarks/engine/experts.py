@@ -1,11 +1,11 @@
-"""A model with experts, plain and with a draft inside its rounds, beside the bytes that it must read.
+"""A model with experts, plain and with a draft inside its rounds, against the bytes that it must read.
 
     python -m benchmarks.engine.experts --prompts mt_bench.jsonl --draft STANDALONE=/models/noisy-0.10 --out FILE.json
 
-The model is the inflated `--model` (see `outrider inflate`), made on the device and never written: what it says is what
-its source says. Drives the engine without doors and processes; rates are those of decoding, after the prompts. The
-floor is the device's copy rate against the weights that a round of so many tokens is expected to read. Options that are
-not listed are verify's.
+The model is the inflated `--model` (see `outrider inflate`), made on the device and never written; it says the same as
+its source. Drives the engine without doors and processes; rates are those of decoding, after the prompts. The floor is
+the device's copy rate applied to the weights that a round of so many tokens is expected to read. Options that are not
+listed are verify's.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from verify_service.engine.round import Entry
 from verify_service.frames import RoundFigures
 
 GROUP = 128
-"""Of formats that have groups of weights."""
+"""Group size of formats that have groups of weights."""
 
 
 @torch.inference_mode()
 def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> CausalLM:
-    """The inflated model in bfloat16, or quantized as `form` says (see `outrider quantize`).
+    """Make the inflated model in bfloat16, or quantized as `form` says (see `outrider quantize`).
 
-    `folder` gets what drafts look for: config, tokenizer, embedding and output matrix.
+    `folder` gets the files that drafts look for: config, tokenizer, embedding and output matrix.
     """
     device, dtype = torch.device("cuda"), torch.bfloat16
     own = ModelConfig.from_folder(source)
@@ -89,7 +89,7 @@ def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> Ca
         return encoded[name]
 
     tensors = model.checkpoint_tensors()
-    # What is encoded together comes together.
+    # Sorted, so that tensors that are encoded together come together.
     fill({name: tensors[name] for name in sorted(tensors)}, read, None)
     (folder / "config.json").write_text(json.dumps(fields), "utf-8")
     save_tensors({name: inflater.tensor(name).cpu() for name in (EMBEDDING, HEAD)}, folder / WEIGHTS_FILE)
@@ -99,7 +99,7 @@ def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> Ca
 
 
 def logits_of(model: LanguageModel, ids: Sequence[int]) -> Tensor:
-    """float32 [tokens, vocabulary] of a prompt."""
+    """Return a prompt's logits, float32 [tokens, vocabulary]."""
     count = len(ids)
     order = torch.arange(count, device=model.device)
     batch = ForwardBatch(torch.tensor(ids, device=model.device), order, [Segment(count, order)])
@@ -107,7 +107,7 @@ def logits_of(model: LanguageModel, ids: Sequence[int]) -> Tensor:
 
 
 class PostedActions:
-    """The inbox of an engine that its own thread fills."""
+    """The inbox of an engine that is filled by the engine's own thread."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
@@ -124,7 +124,7 @@ class PostedActions:
 
 
 class Decoding(NamedTuple):
-    """What a batch did from the moment at which all its requests had begun to answer."""
+    """A batch's figures from the moment when all its requests have begun to answer until the first one ends."""
 
     tokens_per_second: float
     round_seconds: float
@@ -134,7 +134,7 @@ class Decoding(NamedTuple):
 
 
 class BatchWatch:
-    """Follows a batch through an engine, and stops that when all have ended."""
+    """Follows a batch through an engine, and stops the engine when all requests have ended."""
 
     def __init__(self, parts: EngineParts, prompts: Sequence[list[int]], max_tokens: int) -> None:
         self.texts: list[list[int]] = [[] for _ in prompts]
@@ -201,11 +201,11 @@ class ExpertsBench:
         self.add("device copy", "copy_tb_per_second", self._rate / 1e12, "TB/s")
 
     def add(self, case: str, metric: str, value: float, unit: str = "") -> None:
-        """Take a figure."""
+        """Add a figure."""
         self.rows.append(Row(f"{self._arguments.shape} {case}", metric, value, unit))
 
     def run(self, draft: str, options: VerifyOptions) -> None:
-        """All batches with one draft, or none."""
+        """Measure all batches with one draft, or none."""
         start = time.perf_counter()
         parts = build(options, self._folder, self._model, load_draft(options, self._folder, self._model))
         print(f"{draft}: built in {time.perf_counter() - start:.1f} s", flush=True)
@@ -221,8 +221,8 @@ class ExpertsBench:
             self._note(draft, batch, BatchWatch(parts, prompts, self._arguments.max_tokens).run())
 
     def _floor(self, num_tokens: int) -> float:
-        """Seconds that the device takes to read the weights of a round."""
-        # The copy rate counts what is read and what is written.
+        """Return the seconds that the device takes to read the weights of a round."""
+        # The copy rate counts both reads and writes.
         output = self._elements.output * 2
         return ((self._elements.read_by(num_tokens) - self._elements.output) * self._bytes + output) / self._rate
 
@@ -252,7 +252,7 @@ class ExpertsBench:
 
 
 def main() -> int:
-    """Parse options, make the model, measure, report."""
+    """Parse options, make the model, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--format", default="", choices=("", *FORMATS), help="of quantized weights; bfloat16 without")

@@ -1,4 +1,4 @@
-"""Time of a forward with logits by its number of tokens, and of greedy decoding, against transformers in one run.
+"""Time of a forward with logits by its number of tokens, and of greedy decoding: ours and transformers' in one run.
 
 python -m benchmarks.engine.forward --out benchmarks/results/forward.json
 """
@@ -27,7 +27,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def our_forward(model: CausalLM, context: Tensor, tokens: Tensor) -> Callable[[], object]:
-    """A forward of `tokens` as a chain below `context`, whose KV is computed here; it can be repeated."""
+    """Return a repeatable forward of `tokens` as a chain below `context`, whose KV is computed here."""
     kv, attention = model.new_kv(context.numel() + tokens.numel()), TorchAttention()
     slots = torch.arange(context.numel() + tokens.numel())
     positions = slots.clone()
@@ -38,7 +38,7 @@ def our_forward(model: CausalLM, context: Tensor, tokens: Tensor) -> Callable[[]
 
 
 def their_forward(model: Any, context: Tensor, tokens: Tensor) -> Callable[[], object]:
-    """The same in transformers; what a run adds to the cache is cut off again."""
+    """Return the same forward in transformers. Each run crops what it has added to the cache."""
     cache = transformers.DynamicCache()
     model(context[None], past_key_values=cache, use_cache=True)
 
@@ -51,7 +51,7 @@ def their_forward(model: Any, context: Tensor, tokens: Tensor) -> Callable[[], o
 
 
 def our_greedy(model: CausalLM, prompt: Tensor, count: int) -> Tensor:
-    """Plain greedy decoding without an end-of-sequence check."""
+    """Decode greedily, without an end-of-sequence check."""
     kv, attention = model.new_kv(prompt.numel() + count), TorchAttention()
     slots = torch.arange(prompt.numel() + count)
     chunk, length, generated = prompt, prompt.numel(), []
@@ -65,7 +65,7 @@ def our_greedy(model: CausalLM, prompt: Tensor, count: int) -> Tensor:
 
 
 def their_greedy(model: Any, prompt: Tensor, count: int) -> Tensor:
-    """`generate` of exactly `count` tokens."""
+    """Call `generate` for exactly `count` tokens."""
     ids = prompt[None]
     output: Tensor = model.generate(
         ids, attention_mask=torch.ones_like(ids), min_new_tokens=count, max_new_tokens=count, do_sample=False
@@ -74,7 +74,7 @@ def their_greedy(model: Any, prompt: Tensor, count: int) -> Tensor:
 
 
 def race(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each run; they take turns, so that a busy machine slows all alike."""
+    """Return the median seconds of each run. Runs take turns, so that a busy machine slows all of them alike."""
     times: list[list[float]] = [[] for _ in runs]
     for number in range(repeats + 2):
         for run, taken in zip(runs, times, strict=True):
@@ -86,7 +86,7 @@ def race(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def measure(folder: Path, dtype_name: str, options: argparse.Namespace) -> list[Row]:
-    """All rows of one dtype."""
+    """Return all rows of one dtype."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     ours = load_model(folder, dtype)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -123,7 +123,7 @@ def measure(folder: Path, dtype_name: str, options: argparse.Namespace) -> list[
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a name or folder, as for the services")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(SHORT))

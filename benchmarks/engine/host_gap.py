@@ -1,9 +1,9 @@
-"""Time that the engine's Python takes between the end of a round and the launch of the next, on a fake device.
+"""Time of the engine's Python between the end of a round and the launch of the next one, on a fake device.
 
 Trees are grown and followed as in service, by a draft in the same process whose time is not counted. Needs no model.
-What it has grown after a commit comes as in service, too: spread over a round, for all requests at the same moments,
-in `--messages` messages a request, which the engine unpacks. With `--answer-ms` the first come so long after a commit,
-and rounds may be held for them, so that gaps after holds and beside late answers are seen.
+As in service, what the draft has grown after a commit is spread over a round: it comes for all requests at the same
+moments, in `--messages` messages for each request, which the engine unpacks. With `--answer-ms` the first message comes
+that long after a commit, and rounds may be held for it, which shows gaps after holds and with late answers.
 
 python -m benchmarks.engine.host_gap --out benchmarks/results/host_gap.json
 """
@@ -39,7 +39,7 @@ from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 1000
 CHANCES = (0.9, 0.06, 0.04)
-"""Of the children of every node. The draft knows them, so that its trees are as good as trees can be."""
+"""Chances of each node's children. The draft knows them, so its trees are as good as possible."""
 
 
 class FakeRound:
@@ -51,25 +51,25 @@ class FakeRound:
         self.gpu_seconds = gpu_seconds
         self._device = device
         now = time.perf_counter()
-        # From the end itself, which the engine may have seen late.
+        # The gap starts at the end itself, which the engine may have seen late.
         self.gap_seconds = None if device.idle_since is None else now - device.idle_since
         device.idle_since = now + gpu_seconds
         self._results = [Result(accepted(entry, device.luck)) if entry.samples else Result() for entry in entries]
 
     def done(self) -> bool:
-        """Whether its time is up."""
+        """Whether the round's time is up."""
         if self._device.caught_up_at is None:
             self._device.caught_up_at = time.perf_counter()
         return self._device.idle_since is not None and time.perf_counter() >= self._device.idle_since
 
     def wait(self) -> list[Result]:
-        """The results; from here on the device is idle."""
+        """Return the results; the device is idle from here on."""
         self._device.ended_at = time.perf_counter()
         return self._results
 
 
 def accepted(entry: Entry, luck: random.Random) -> list[int]:
-    """Tokens along the nodes as far as they hold what is drawn, and one more; few, so that much of a tree is left."""
+    """Draw tokens down the tree until one is not a node, but at most 3, so that much of a tree is left."""
     nodes = zip(entry.nodes.parents, entry.nodes.token_ids, strict=True)
     below = {node: index for index, node in enumerate(nodes)}
     tokens: list[int] = []
@@ -81,7 +81,7 @@ def accepted(entry: Entry, luck: random.Random) -> list[int]:
 
 
 class FakeDevice:
-    """An executor that notes when it had nothing to do. Stops the engine after so many rounds."""
+    """An executor that notes when it had nothing to do. Stops the engine after `num_rounds` rounds."""
 
     launches_ahead = False
 
@@ -94,9 +94,9 @@ class FakeDevice:
         """When the last round ends, or has ended."""
         self.gaps: list[float] = []
         self.busy: list[float] = []
-        """Time after a launch until the engine first looked for the round's end, the draft's own left out."""
+        """Times from a launch until the engine first looked for the round's end, without the draft's own time."""
         self.messages: list[float] = []
-        """Time in a round for what drafts have said."""
+        """Times in a round to take in drafts' messages."""
         self.num_nodes: list[int] = []
         self.luck = random.Random(1)
         self._round_seconds = round_seconds
@@ -120,7 +120,7 @@ class FakeDevice:
         return launched
 
     def postpone(self, seconds: float) -> None:
-        """End the round so much later, if it has not ended: a draft takes no time of a round."""
+        """End the round later by the draft's time, which must not count; does nothing if the round has ended."""
         if self.idle_since is not None and self.ended_at is not None and self.ended_at < self._launched_at:
             self.idle_since += seconds
 
@@ -132,19 +132,19 @@ class FakeDevice:
 
 
 class DraftPace(NamedTuple):
-    """How a draft answers a commit."""
+    """The time pattern of a draft's answer to a commit."""
 
     answer_seconds: float
-    """When the first message comes."""
+    """Seconds until the first message."""
     num_messages: int
     every: float
     """Seconds from one message to the next."""
     most_nodes: int
-    """In all of them."""
+    """Most nodes of a request in all messages."""
 
 
 class PacedDraft:
-    """A draft service that answers at once, and fills its credit with the best nodes that there are."""
+    """A draft service that answers at once, and fills its credit with the best possible nodes."""
 
     address = "fake"
 
@@ -153,9 +153,9 @@ class PacedDraft:
         self._wire = wire
         self._pace = pace
         self.seconds = 0.0
-        """Time spent here, which a draft in a process of its own would spend there."""
+        """Time spent in this class, which a real draft spends in its own process."""
         self.receiving = 0.0
-        """The engine's time for what is said to it."""
+        """Time that the engine spends on the draft's messages."""
         self._engine = engine
         self._authors: dict[int, TreeAuthor] = {}
 
@@ -208,7 +208,7 @@ class PacedDraft:
 
 
 class Wire:
-    """The engine's inbox, with messages that come later."""
+    """The engine's inbox, with messages that arrive later."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -220,11 +220,11 @@ class Wire:
         self._actions.append(action)
 
     def post_later(self, at: float, arrive: Callable[[], None]) -> None:
-        """Call `arrive` when the clock says `at`."""
+        """Call `arrive` when the clock reaches `at`."""
         heapq.heappush(self._later, (at, next(self._count), arrive))
 
     def take(self, timeout: float | None) -> list[Action]:
-        """See VerifyInbox; sleeps as a wait for a socket does."""
+        """See VerifyInbox. Sleeps as a wait for a socket does."""
         self._arrive()
         if timeout is not None and not self._actions:
             left = self._later[0][0] - time.monotonic() if self._later else timeout
@@ -239,7 +239,7 @@ class Wire:
 
 
 class GapLog:
-    """An observer that notes gaps, in which holds do not count, and holds."""
+    """An observer that notes gaps, without holds, and holds."""
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
@@ -258,7 +258,7 @@ class GapLog:
 def run(
     batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace: DraftPace
 ) -> tuple[FakeDevice, GapLog]:
-    """Run so many rounds of `batch` requests."""
+    """Run `num_rounds` rounds of `batch` requests."""
     device = FakeDevice(round_seconds, num_rounds)
     limits = EngineLimits(
         VOCAB,
@@ -270,7 +270,7 @@ def run(
         max_depth=31,
         spin=True,
     )
-    # As if every round were padded to the same width: then all nodes that there are pay.
+    # Pretend that every round is padded to the same width, so that all available nodes pay.
     cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
     notes, wire = GapLog(), Wire()
     engine = VerifyEngine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
@@ -287,11 +287,11 @@ def run(
 
 
 def drop(update: GenerationUpdate) -> None:
-    """A client that nobody is."""
+    """Ignore an update: there is no client."""
 
 
 def measure(batch: int, options: argparse.Namespace) -> list[Row]:
-    """All rows of one batch size."""
+    """Return all rows of one batch size."""
     num_rounds, answer = options.rounds + options.rounds // 5, options.answer_ms / 1e3
     pace = DraftPace(answer, options.messages, options.round_ms / 1e3 / (options.messages + 1), options.grown)
     device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, pace)
@@ -315,7 +315,7 @@ def measure(batch: int, options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32, 64])
     parser.add_argument("--nodes", type=int, default=64, help="tree nodes in a round, over all requests")

@@ -1,8 +1,8 @@
-"""Rounds of one model as our decoder and through transformers (--model-impl), and whether both say the same.
+"""Rounds of one model with our decoder and through transformers (--model-impl), and whether both give the same text.
 
     python -m benchmarks.engine.model_impl --model FOLDER --out FILE.json
 
-On a GPU whole rounds of CudaExecutor as graphs, by the device's clock; on a CPU forwards with logits, in turns.
+On a GPU, whole rounds of CudaExecutor as graphs, by the device's clock; on a CPU, forwards with logits, in turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT = "The lighthouse keeper climbed the stairs every evening at dusk. One nigh
 
 
 def text_of(executor: CudaExecutor, prompt: list[int], count: int, vocab_size: int) -> list[int]:
-    """Greedy tokens in rounds of the executor, in its first pages."""
+    """Return greedy tokens from rounds of the executor, in its first pages."""
     asked = GenerationRequest("text", prompt, GREEDY, max_tokens=1 << 20)
     request = Request.begin(asked, lambda update: None, vocab_size)
     request.pages.extend(range(-(-(len(prompt) + count) // PAGE_SIZE)))
@@ -51,7 +51,7 @@ def text_of(executor: CudaExecutor, prompt: list[int], count: int, vocab_size: i
 def on_gpu(
     model: LanguageModel, widths: list[int], prompt: list[int], count: int
 ) -> tuple[dict[int, float], list[int]]:
-    """Milliseconds of a round by tokens, and the text."""
+    """Return the milliseconds of a round by tokens, and the text."""
     vocab_size = model.config.vocab_size
     num_pages = (CONTEXT + 512) // PAGE_SIZE
     limits = EngineLimits(
@@ -71,7 +71,7 @@ def on_gpu(
 
 
 def main() -> int:
-    """Parse options, measure, print, write; exit code 1 if the texts differ in float32."""
+    """Parse options, measure, print and write. Return exit code 1 if the texts differ in float32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a name or folder, as for the services")
     parser.add_argument("--device", default="auto")
@@ -118,7 +118,7 @@ def main() -> int:
     if options.out:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
         write_report(options.out, "model_impl", name, rows, ("torch", "transformers", "triton"))
-    # In half precision a near tie may fall either way: the two round at other places.
+    # In half precision a near tie may fall either way, since the two round at different places.
     return 0 if equal == count or options.dtype != "float32" else 1
 
 

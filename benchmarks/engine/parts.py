@@ -1,4 +1,4 @@
-"""What a round is made of, each part timed alone on data of its own: products, attention, sampling."""
+"""The parts of a round, each timed alone on its own data: products, attention, sampling."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import EXACT
 from verify_service.executors.round_buffers import NUM_COMMITTED, Bucket
 
-# Layers with weights of their own: several times the L2 cache.
+# Number of layers with their own weights: several times the L2 cache.
 DISTINCT_LAYERS = 4
 
 Product = Callable[[Tensor, Tensor, Tensor], object]
 
 
 def cublas(rows: Tensor, weight: Tensor, out: Tensor) -> object:
-    """rows @ weight^T by the library."""
+    """Compute rows @ weight^T with the library."""
     return torch.mm(rows, weight.t(), out=out)
 
 
 def streamed(rows: Tensor, weight: Tensor, out: Tensor) -> object:
-    """The same by our kernel."""
+    """Compute rows @ weight^T with our kernel."""
     return stream_linear(rows, weight, out=out)
 
 
 def streamed_gated(rows: Tensor, weight: Tensor, out: Tensor) -> object:
-    """gate_up by our kernel as the model calls it: half as many numbers come out."""
+    """Compute gate_up with our kernel, as the model does: the output has half as many numbers."""
     return stream_linear(rows, weight, gated=True)
 
 
 class BareProducts:
-    """The products of a model's forward alone, in its order, on random weights that no cache holds.
+    """Only the products of a model's forward, in its order, on random weights that no cache holds.
 
-    Weights of a few layers are used in turn for all; q, k and v are one matrix, gate and up as well.
+    All layers share the weights of a few; q, k and v are one matrix, and so are gate and up.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,13 +74,13 @@ class BareProducts:
         )
 
     def warm(self, num_rows: int) -> None:
-        """Run our kernel once on each matrix, which compiles it."""
+        """Run our kernel once on each matrix, to compile it."""
         rows, outs = self._buffers(num_rows)
         for name, weights in self._weights.items():
             (streamed_gated if name == "gate_up" else streamed)(rows[name], weights[0], outs[name])
 
     def measure(self, num_rows: int) -> dict[str, float]:
-        """Milliseconds of all products for `num_rows` rows: by cuBLAS, by ours, by the faster of the two for each."""
+        """Return the milliseconds of all products for `num_rows` rows: by cuBLAS, ours, and the faster one of both."""
         makers: dict[str, dict[str, Product]] = {"cublas": dict.fromkeys(self._sizes, cublas)}
         if num_rows <= MAX_ROWS:
             makers["ours"] = {name: streamed_gated if name == "gate_up" else streamed for name in self._sizes}
@@ -125,7 +125,7 @@ class BareProducts:
 
 
 class _NoAttention(AttentionBackend):
-    """Hands the queries on, so that a forward with it is everything but attention."""
+    """Returns the queries, so that a forward with it runs everything but attention."""
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         return _QueriesPlan(num_heads)
@@ -140,7 +140,7 @@ class _QueriesPlan(AttentionPlan):
 
 
 def linear_forward(model: CausalLM, num_tokens: int) -> Callable[[], object]:
-    """The model's forward with logits but without attention and rotation: its products, norms and activations."""
+    """Return the model's forward with logits, without attention and rotation: products, norms and activations."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=model.device)
     batch, kv, attention = TokenBatch(tokens, tokens), model.new_kv(1), _NoAttention()
     return lambda: model.logits(model.forward(batch, kv, attention))
@@ -148,7 +148,7 @@ def linear_forward(model: CausalLM, num_tokens: int) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class EvenRound:
-    """Rows of equal size: `num_tokens` in all, the root of each and the nodes of a tree below it."""
+    """Rows of equal size: `num_tokens` in all, each row a root and the nodes of a tree below it."""
 
     num_rows: int
     num_tokens: int
@@ -161,12 +161,12 @@ class EvenRound:
 
     @property
     def max_row_tokens(self) -> int:
-        """What the graph of such a round has to allow for."""
+        """Tokens of a row that the graph of such a round must allow for."""
         return Bucket(self.num_tokens, self.num_rows).max_row_tokens
 
 
 class RoundParts:
-    """Attention and sampling on a KV cache, pages and trees of their own."""
+    """Attention and sampling on their own KV cache, pages and trees."""
 
     def __init__(self, model: CausalLM, attention: AttentionBackend, num_slots: int, page_size: int) -> None:
         self._model, self._attention = model, attention
@@ -177,7 +177,7 @@ class RoundParts:
         self._page_size = page_size
 
     def attention_us(self, shape: EvenRound, num_splits: int | None = None) -> float:
-        """Microseconds a layer of tree attention alone."""
+        """Return the microseconds a layer of tree attention alone."""
         batch, _, _ = self._batch(shape, num_splits)
         q = self._heads(shape)[:, : self._config.num_heads].contiguous()
         where = (batch.page_tables, batch.table_rows, batch.first, batch.cached_len)
@@ -202,7 +202,7 @@ class RoundParts:
         return median_ms(work, self._device) * 1e3 / self._config.num_layers
 
     def attend_ms(self, shape: EvenRound) -> float:
-        """Milliseconds of everything around attention in all layers: trees expanded, q and k rotated, KV written."""
+        """Return the milliseconds of work around attention in all layers: expand trees, rotate q and k, write KV."""
         tokens, tables = self._tokens(shape)
         buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
         heads, config = self._heads(shape), self._config
@@ -218,7 +218,7 @@ class RoundParts:
         return median_ms(work, self._device)
 
     def sampling_us(self, shape: EvenRound, params: SamplingParams) -> float:
-        """Microseconds of sampling, walk and compaction for logits that a forward has just written."""
+        """Return the microseconds of sampling, walk and compaction for logits that a forward has just written."""
         tokens, tables = self._tokens(shape)
         vocab, rows = self._config.vocab_size, shape.num_rows
         sampler = DeviceSampler(rows, shape.num_tokens, NUM_COMMITTED, vocab, self._device, EXACT)
@@ -254,7 +254,7 @@ class RoundParts:
         return batch, tokens, tables
 
     def _tokens(self, shape: EvenRound) -> tuple[RoundTokens, Tensor]:
-        """A round of that shape, and page tables that lay its rows one behind the other."""
+        """Return a round of that shape, and page tables that place its rows one after the other."""
         count, rows = shape.row_tokens, range(shape.num_rows)
         tree = tree_parents(count - 1)
         depths = [0]

@@ -1,11 +1,11 @@
-"""Rounds of one model in several formats, each beside the bare products of its own weights.
+"""Rounds of one model in several formats, each against the bare products of its own weights.
 
     python -m benchmarks.engine.quantized --model bf16=/models/llama-8b --model fp8=/models/llama-8b-fp8 --out FILE.json
 
-Drives CudaExecutor directly, as benchmarks.engine does. Contexts are 1,024 tokens; prompts are computed as the engine
-computes them, up to 2,048 tokens at a time; with --long there are also 16
-requests of 16,384 tokens, with keys and values in the model's format and in fp8, and how many such requests fit
-beside the weights. Ratios are over the first model's figures.
+Drives CudaExecutor directly, as benchmarks.engine does. Contexts are 1,024 tokens; prompts are computed as by the
+engine, up to 2,048 tokens at a time. --long adds 16 requests of 16,384 tokens, with keys and values in the model's
+format and in fp8, and the number of such requests that fit beside the weights. Ratios are over the first model's
+figures.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from verify_service.executors.cuda import CudaExecutor
 
 PAGE_SIZE = 16
 ROOM = 160
-"""Tokens that a request has room for behind its context."""
+"""Tokens that fit behind a request's context."""
 GRAPH_PROMPT = 512
-"""Tokens of the longest prompt that is computed by a graph."""
+"""Longest prompt, in tokens, that a graph computes."""
 SHARE = 0.88
-"""Of a device's memory, for weights and KV: --mem-fraction-static at its default."""
+"""Share of a device's memory for weights and KV: the default of --mem-fraction-static."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: requests and tokens of a round, prompts, and contexts."""
+    """What to measure: requests and tokens of a round, prompts, and contexts."""
 
     context: int = 1024
     rounds: tuple[tuple[int, int], ...] = (
@@ -57,7 +57,7 @@ SMALL = Sizes(64, ((1, 1), (1, 8), (2, 2)), (48, 96), (1, 2), 2, 128)
 
 
 def bare_products(model: CausalLM, num_rows: int) -> Callable[[], object]:
-    """All products of a forward, in its order, with what they take along, and nothing else."""
+    """Return a function that runs only the products of a forward, in its order, with the operations fused into them."""
     config = model.config
 
     def rows(size: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def bare_products(model: CausalLM, num_rows: int) -> Callable[[], object]:
 
 
 def engine_rounds(model: CausalLM, num_rows: int, context: int, shapes: Iterable[tuple[int, int]]) -> MeasuredRounds:
-    """An executor for `num_rows` requests of `context` tokens, with graphs of rounds of (requests, tokens)."""
+    """Prepare an executor for `num_rows` requests of `context` tokens, with graphs of rounds of (requests, tokens)."""
     shapes = tuple(shapes)
     num_pages = num_rows * -(-(context + ROOM + 1) // PAGE_SIZE)
     limits = EngineLimits(
@@ -102,7 +102,7 @@ def engine_rounds(model: CausalLM, num_rows: int, context: int, shapes: Iterable
 
 
 class FormatBench:
-    """Rows of one model."""
+    """Measures one model, and gathers its rows."""
 
     def __init__(self, label: str, folder: Path, options: argparse.Namespace, sizes: Sizes) -> None:
         self.label, self._options, self._sizes = label, options, sizes
@@ -117,10 +117,10 @@ class FormatBench:
             self._add("weights", "weight_gib", torch.cuda.memory_allocated() / 2**30, "GiB")
 
     def short(self) -> None:
-        """Rounds of short contexts, their products, and plain decoding."""
+        """Measure rounds of short contexts, their products, and plain decoding."""
         sizes = self._sizes
         rounds = engine_rounds(self.model, max(rows for rows, _ in sizes.rounds), sizes.context, sizes.rounds)
-        # Behind the capture, which compiles kernels at the same time.
+        # After the capture, which compiles kernels in parallel.
         gemm: dict[int, float] = {}
         for tokens in sorted({tokens for _, tokens in sizes.rounds}):
             gemm[tokens] = median_ms(bare_products(self.model, tokens), self.model.device)
@@ -138,7 +138,7 @@ class FormatBench:
             self._add(case, "tokens_per_second", num_rows / seconds, "tokens/s")
 
     def prompts(self) -> None:
-        """Prompts of one request, each by an executor of its own."""
+        """Measure prompts of one request, each with its own executor."""
         for length in self._sizes.prompts:
             rounds = engine_rounds(self.model, 1, length, ((1, 1),))
             seconds = [rounds.prepare(1, length, ROOM) for _ in range(self._options.repeats // 3 + 2)]
@@ -147,7 +147,7 @@ class FormatBench:
             self._free()
 
     def long(self) -> None:
-        """Rounds of long contexts with KV in the model's own format and in fp8."""
+        """Measure rounds of long contexts with KV in the model's own format and in fp8."""
         sizes, model = self._sizes, self.model
         for name, dtype in (("", None), (" kv-fp8", torch.float8_e4m3fn)):
             if dtype is not None and model.device.type != "cuda":
@@ -192,7 +192,7 @@ class FormatBench:
 
 
 def ratios(rows: list[Row], base: str, label: str) -> list[Row]:
-    """How many times as fast rounds and decoding are as those of the model `base`."""
+    """Return how many times as fast rounds and decoding are as those of the model `base`."""
     found = {(row.case, row.metric): row.value for row in rows}
     made = []
     for (case, metric), value in found.items():
@@ -207,7 +207,7 @@ def ratios(rows: list[Row], base: str, label: str) -> list[Row]:
 
 
 def main() -> int:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, metavar="LABEL=FOLDER")
     parser.add_argument("--name", default="llama-8b", help="of the shape, in results")

@@ -1,11 +1,12 @@
-"""Tokens per second of a verify engine of one rank and of several, and whether they say the same.
+"""Tokens per second of a verify engine with one rank and with several, and whether their texts are the same.
 
     python -m benchmarks.engine.ranks --model /models/llama-8b --prompts mt_bench.jsonl --cases 1 2 2,nccl
 
-Each case starts an engine, N ranks from `--verify-device` on, and asks it directly, without gateway: the same prompts,
-in the model's chat template, with 1, 16 and 64 requests at a time, greedy, past the end of sequence. With
-`--speculate NAME` the engine has the drafter of its options, and the prompts are asked twice, with speculation off and
-on. Two texts of half precision part where two candidates are near; how long they agree with the first case's is told.
+Each case starts an engine, with N ranks from `--verify-device` on, and asks it directly, without a gateway: the same
+prompts, in the model's chat template, with 1, 16 and 64 requests at a time, greedy, past the end of sequence. With
+`--speculate NAME` the engine has the drafter of its options, and the prompts are asked twice: with speculation off,
+then on. In half precision, texts differ from where two candidates are near; the length that agrees with the first
+case's text is reported.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ async def _run(
         for batch in arguments.batches:
             for name in ("plain", arguments.speculate) if arguments.speculate else ("plain",):
                 speculate = name != "plain"
-                # Once to fill the cache with the prompts, so that decoding alone is timed; longer where drafts warm up.
+                # Fill the cache with the prompts, so that only decoding is timed; for longer if drafts must warm up.
                 await _ask(engine, prompts, batch, 192 if speculate else 2, speculate)
                 reports.clear()
                 start = time.monotonic()
@@ -102,7 +103,7 @@ async def _run(
 
 
 def _figures(reports: list[RoundReport], batch: int) -> list[tuple[str, float, str]]:
-    """What rounds of the whole batch, without prompts, took and brought."""
+    """Return times and gains of rounds that had the whole batch and no prompts."""
     full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
     figures = [report.figures for report in full]
     lengths = [count for report in full for count in report.committed]
@@ -115,7 +116,7 @@ def _figures(reports: list[RoundReport], batch: int) -> list[tuple[str, float, s
 
 
 async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: int, speculate: bool) -> list[list[int]]:
-    """Answers to as many prompts as are asked at a time, one for each of the first."""
+    """Ask the first `batch` prompts at the same time. Return the answers."""
     queue: asyncio.Queue[tuple[int, GenerationUpdate]] = asyncio.Queue()
     texts: list[list[int]] = [[] for _ in range(batch)]
     for number in range(batch):
@@ -138,7 +139,7 @@ async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: in
 
 
 def _num_common(text: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common beginning of two texts, in tokens."""
     return next((at for at, pair in enumerate(zip(text, other, strict=True)) if len(set(pair)) > 1), len(text))
 
 

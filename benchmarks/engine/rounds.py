@@ -1,4 +1,4 @@
-"""Rounds on a CudaExecutor without an engine around it: requests that stay where they are, round after round."""
+"""Rounds on a CudaExecutor without an engine: requests keep their position, round after round."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_DEPTH = 12
 
 
 def tree_parents(num_nodes: int, spine: int = 6) -> list[int]:
-    """Parents of `num_nodes` nodes, -1 for children of the root: a chain of `spine` and what grows beside it.
+    """Return parents of `num_nodes` nodes, -1 for children of the root: a chain of `spine` nodes and random branches.
 
-    Random but the same every time, and no deeper than MAX_DEPTH.
+    The result is the same every time, and no deeper than MAX_DEPTH.
     """
     rng = random.Random(num_nodes)
     parents: list[int] = []
@@ -37,7 +37,7 @@ def tree_parents(num_nodes: int, spine: int = 6) -> list[int]:
 
 
 def tree_below(likely: list[int], num_nodes: int, vocab_size: int) -> Nodes:
-    """A tree whose first chain is `likely`, as far as it goes; the other tokens are arbitrary."""
+    """Return a tree whose first chain is `likely`, as far as it goes; the other tokens are arbitrary."""
     parents = tree_parents(num_nodes)
     depths: list[int] = []
     for parent in parents:
@@ -46,7 +46,7 @@ def tree_below(likely: list[int], num_nodes: int, vocab_size: int) -> Nodes:
     token_ids = [rng.randrange(vocab_size) for _ in parents]
     chain = min(len(likely), num_nodes, 6)
     token_ids[:chain] = likely[:chain]
-    # Siblings differ: a node that repeats the chain's token would make the walk's choice ambiguous.
+    # Siblings must differ: a node that repeats the chain's token would make the walk's choice ambiguous.
     for index in range(chain, num_nodes):
         depth = depths[index]
         if depth <= chain and token_ids[index] == likely[depth - 1]:
@@ -74,13 +74,13 @@ class MeasuredTimes:
 
 
 def prompt_chunk(request: Request, num_tokens: int) -> Entry:
-    """The next `num_tokens` of a prompt, which do not reach its root."""
+    """Return the entry for the next `num_tokens` of a prompt, which do not reach its root."""
     entry = Entry(request, num_tokens)
     return entry
 
 
 class MeasuredRounds:
-    """Requests with contexts of their own in the executor's pages, and rounds of them."""
+    """Measures rounds over requests with contexts of their own in the executor's pages."""
 
     def __init__(self, executor: CudaExecutor, vocab_size: int, num_pages: int, chunk_size: int) -> None:
         self.executor = executor
@@ -93,10 +93,10 @@ class MeasuredRounds:
     def prepare(
         self, num_requests: int, context: int, room: int, params: SamplingParams = GREEDY, computed: bool = True
     ) -> float:
-        """Replace all requests by new ones with `context` cached tokens and a root each; seconds of their prefill.
+        """Replace all requests by new ones with `context` cached tokens and a root each. Return the seconds of prefill.
 
-        `room` is how many tokens past the context their pages hold. Where the context is not `computed`, its KV is
-        whatever lies there: as slow to read, and nothing to read answers from.
+        Their pages hold `room` tokens beyond the context. If the context is not `computed`, its KV is whatever the
+        memory holds: it takes as long to read, but answers mean nothing.
         """
         for request in self._requests:
             self.executor.forget(request)
@@ -119,15 +119,15 @@ class MeasuredRounds:
         return time.perf_counter() - start
 
     def cut(self, context: int) -> None:
-        """Take the requests back to `context` cached tokens and a root."""
+        """Set the requests back to `context` cached tokens and a root."""
         for request in self._requests:
             del request.tokens[context + 1 :]
             request.cached_len = context
 
     def measure(self, num_tokens: int, repeats: int = 30) -> MeasuredTimes:
-        """The same round of `num_tokens` over all requests again and again; nothing is committed.
+        """Measure the same round of `num_tokens` over all requests again and again, without commits.
 
-        The trees hold what the model goes on with, so that a path of them is accepted.
+        The trees hold the model's own continuation, so that a path of them is accepted.
         """
         per_request = num_tokens // len(self._requests)
         likely = self._probe(min(PROBE_TOKENS, per_request - 1))
@@ -136,7 +136,7 @@ class MeasuredRounds:
         return self._repeat(entries, repeats)
 
     def decode(self, num_rounds: int) -> float:
-        """Plain decoding with commits: seconds a round."""
+        """Decode plainly, with commits. Return the seconds a round."""
         seconds = []
         for _ in range(num_rounds):
             start = time.perf_counter()
@@ -145,9 +145,9 @@ class MeasuredRounds:
         return statistics.mean(seconds[len(seconds) // 8 :])
 
     def prefill_seconds(self, num_tokens: int, repeats: int = 5) -> float:
-        """Seconds of a prompt chunk of `num_tokens` from position 0, from the launch to the device's end.
+        """Measure a prompt chunk of `num_tokens` from position 0, in seconds from the launch to the device's end.
 
-        It may be longer than the context, as far as pages reach. Raises ValueError beyond.
+        The chunk may be longer than the context, if the pages hold it; otherwise raises ValueError.
         """
         request = self._requests[0]
         room = len(request.pages) * self.executor.page_size
@@ -185,7 +185,7 @@ class MeasuredRounds:
         return MeasuredTimes(*medians, accepted=committed / len(entries))
 
     def _probe(self, num_tokens: int) -> list[list[int]]:
-        """What each request goes on with; they stay where they are."""
+        """Return each request's continuation. The requests keep their position."""
         context = self._requests[0].cached_len
         for _ in range(num_tokens):
             self._commit_one()

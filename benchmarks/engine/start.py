@@ -1,11 +1,10 @@
-"""How long verify's engine takes until it could serve: the very first time, with all kernels to compile, and again.
+"""Time until verify's engine can serve: at its very first start, when all kernels are compiled, and at a second one.
 
     python -m benchmarks.engine.start --model /models/llama-8b --speculative-algorithm EAGLE3 \
         --speculative-draft-model-path /models/eagle3-8b --out FILE.json
 
-Each start is a process of its own; both share a cache of compiled kernels that is empty at first. Weights are in the
-page cache if they have been read before. Doors and gateway are not counted. Options that are not listed here are of
-verify.
+Each start is its own process; both share a cache of compiled kernels that is empty at first. Weights are in the page
+cache if they have been read before. Doors and gateway are not counted. Options that are not listed here are verify's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STARTS = ("kernels compiled anew", "kernels compiled before")
 
 
 def measure(argv: list[str]) -> dict[str, float]:
-    """Seconds of one start's parts, in this process; imports are counted from here."""
+    """Return the seconds of each part of a start in this process; imports are counted from here."""
     begin = time.perf_counter()
     from verify_service.engine.build import build
     from verify_service.engine.loading import load, load_draft
@@ -50,7 +49,7 @@ def measure(argv: list[str]) -> dict[str, float]:
 
 
 def start_apart(argv: list[str], cache: str) -> dict[str, float]:
-    """`measure` in a process of its own, with compiled kernels in the folder `cache`."""
+    """Call `measure` in a new process, with compiled kernels in the folder `cache`."""
     command = [sys.executable, "-m", "benchmarks.engine.start", CHILD, *argv]
     environment = os.environ | {"TRITON_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
@@ -59,7 +58,7 @@ def start_apart(argv: list[str], cache: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Parse options, start twice, write the report."""
+    """Parse options, start twice and write the report."""
     if CHILD in sys.argv:
         print(json.dumps(measure([word for word in sys.argv[1:] if word != CHILD])))
         return 0

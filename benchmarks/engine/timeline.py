@@ -1,4 +1,4 @@
-"""One round with drafting inside it, kernel by kernel: what of it is verification, extension, steps, choice, idle.
+"""A round with drafting inside it, kernel by kernel: time of verification, extension, steps, choice, and idle time.
 
     python -m benchmarks.engine.timeline --model /models/llama-8b --speculative-algorithm EAGLE3 \
         --speculative-draft-model-path /models/eagle3-8b --prompts mt_bench.jsonl --batches 1 16 --out FILE.json
@@ -38,27 +38,27 @@ from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaExecutor
 
 PHASES = ("verify", "extension", "step", "choice")
-"""The graphs of a round in the order in which they are launched; steps come several times or not at all."""
+"""The graphs of a round in launch order. There are several steps, or none."""
 _LAUNCH = "cudaGraphLaunch"
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one graph did on the device, in microseconds."""
+    """Times of one graph on the device, in microseconds."""
 
     phase: str
     begin: float
     end: float
     busy: float
-    """Time in which at least one kernel or copy ran."""
+    """Time during which at least one kernel or copy ran."""
     num_kernels: int
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The graphs' spans in the order of their launches, from a trace in Chrome's format.
+    """Return the graphs' spans in launch order, from a trace in Chrome's format.
 
-    A round begins with the graph of the most kernels; what is launched behind it is an extension, then steps, and the
-    last one is the choice.
+    A round begins with its graph of the most kernels. After it come an extension, then steps; the last graph is the
+    choice.
     """
     launches: dict[int, float] = {}
     kernels: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -90,7 +90,7 @@ def _span(phase: str, kernels: Sequence[tuple[float, float]]) -> Span:
 
 
 def figures(spans: Sequence[Span]) -> dict[str, float]:
-    """Microseconds of a round, on average over whole rounds: of each phase, of its gaps, and between graphs."""
+    """Return the mean microseconds of whole rounds: of each phase, of its gaps, and between graphs."""
     starts = [place for place, span in enumerate(spans) if span.phase == "verify"]
     rounds = [spans[start:end] for start, end in pairwise(starts)]
     ends = [spans[end].begin for end in starts[1:]]
@@ -111,7 +111,7 @@ def figures(spans: Sequence[Span]) -> dict[str, float]:
 
 
 class ProfiledRounds:
-    """Requests that decode with drafting inside, without an engine around them."""
+    """Requests that decode with drafting inside their rounds, without an engine."""
 
     def __init__(self, parts: EngineParts, prompts: Sequence[list[int]]) -> None:
         if not isinstance(parts.executor, CudaExecutor) or parts.growth is None:
@@ -152,7 +152,7 @@ class ProfiledRounds:
 
 
 def record(rounds: ProfiledRounds, num_rounds: int) -> list[Span]:
-    """Run rounds under the profiler."""
+    """Run rounds under the profiler. Return their spans."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         rounds.run(num_rounds)
         torch.cuda.synchronize()
@@ -163,7 +163,7 @@ def record(rounds: ProfiledRounds, num_rounds: int) -> list[Span]:
 
 
 def main() -> int:
-    """Parse options, profile, report."""
+    """Parse options, profile and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL, with "turns" or "prompt"')
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])

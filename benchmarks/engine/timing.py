@@ -1,4 +1,4 @@
-"""Times of device work, and the two ceilings of a device: its memory and its matrix units."""
+"""Times of device work, and a device's two ceilings: memory bandwidth and matrix throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MATMUL_SIZE = 8192
 
 
 def median_ms(work: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
-    """Median milliseconds of `work`, on a GPU as one CUDA graph; it runs a few times before that."""
+    """Return the median milliseconds of `work`, on a GPU as one CUDA graph, after a few runs to warm up."""
     if device.type != "cuda":
         return _median_cpu_ms(work, min(repeats, 3))
     side = torch.cuda.Stream()
@@ -49,16 +49,16 @@ def _median_cpu_ms(work: Callable[[], object], repeats: int) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy within device memory, those read and those written together."""
+    """Return the bytes a second of a large copy within device memory, with reads and writes added."""
     size = COPY_BYTES if device.type == "cuda" else COPY_BYTES >> 5
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
-    # By a kernel: a copy node of a graph was seen at two thirds of the rate.
+    # A kernel, since a copy node of a graph was seen at two thirds of the rate.
     return 2 * size / median_ms(lambda: torch.neg(source, out=target), device) * 1e3
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large dense product of random matrices."""
+    """Return the operations a second of a large dense product of random matrices."""
     size = MATMUL_SIZE if device.type == "cuda" else MATMUL_SIZE >> 4
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Attention of one layer by our kernels and by FlashInfer, on one GPU in one run: prompts and trees.
+"""Attention of one layer with our kernels and with FlashInfer, on one GPU in one run: prompts and trees.
 
-Rotation and the writing of k and v, the same for both, are counted in. Layers take turns, so that no KV is in the L2
-cache. What a backend does once a round, for all layers, is given apart.
+Times include rotation and the writing of k and v, which both backends share. Layers take turns, so that no KV is in the
+L2 cache. A backend's work once a round, for all layers, is reported separately.
 
 python -m benchmarks.kernels.attention_backends --out benchmarks/results/attention_backends.json
 """
@@ -53,12 +53,12 @@ class AttentionBench:
             self.backends["flashinfer"] = FlashInferAttention(self.shape, DEVICE)
 
     def heads(self, num_tokens: int) -> Tensor:
-        """Random query, key and value heads."""
+        """Return random query, key and value heads."""
         width = self.shape.num_heads + 2 * self.shape.num_kv_heads
         return torch.randn(num_tokens, width, self.shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
 
     def prompt(self, num_tokens: int, context: int) -> PagedBatch:
-        """A chunk of a prompt."""
+        """Return a chunk of a prompt."""
         place = torch.arange(context, context + num_tokens, device=DEVICE)
         page_size = self.shape.page_size
         return PagedBatch(
@@ -75,7 +75,7 @@ class AttentionBench:
         )
 
     def tree(self, num_tokens: int, context: int) -> PagedBatch:
-        """A round of one request with a random tree."""
+        """Return a round of one request with a random tree."""
         generator = torch.Generator().manual_seed(0)
         parents, positions = [-1], [context]
         for index in range(1, num_tokens):
@@ -97,7 +97,7 @@ class AttentionBench:
         return buffers.batch(tokens, self.tables, self.shape.page_size, num_tokens, splits, by_path=False)
 
     def measure(self, name: str, batch: PagedBatch, heads: Tensor, told: HostLengths) -> tuple[Tensor, float, float]:
-        """Output of the first layer, microseconds of a layer on the device, and host milliseconds of planning."""
+        """Return the first layer's output, device microseconds a layer, and host milliseconds of planning."""
         backend, num_layers = self.backends[name], len(self.kv.k_layers)
         planning = []
         for _ in range(5):
@@ -118,17 +118,17 @@ class AttentionBench:
 
 
 def ints(values: list[int]) -> Tensor:
-    """int32 on the GPU."""
+    """Return int32 values on the GPU."""
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def lengths(num_tokens: int, context: int) -> HostLengths:
-    """Of one row."""
+    """Return the host's lengths of one row."""
     return HostLengths(np.array([0, num_tokens], np.int32), np.array([context], np.int32))
 
 
 def graph_seconds(body: Callable[[], None], repeats: int) -> float:
-    """Median seconds of `body` as a CUDA graph."""
+    """Return the median seconds of `body` as a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         body()
@@ -148,7 +148,7 @@ def graph_seconds(body: Callable[[], None], repeats: int) -> float:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """All cases."""
+    """Run all cases. Return their rows."""
     bench = AttentionBench(options)
     cases = [("prefill", count, 0, bench.prompt(count, 0)) for count in options.prompts]
     cases += [("tree", options.tree, context, bench.tree(options.tree, context)) for context in options.contexts]
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             case = f"{name} {kind} b1 m{count} ctx{context / 1024:g}k bf16"
             rows += [Row(case, "attention_us_per_layer", micros, "us"), Row(case, "attention_plan_ms", planning, "ms")]
             print(f"{kind:8s}m{count:<6d}ctx{context:<8d}{name:12s}{micros:11.1f}{planning:17.2f}")
-        # Same inputs, same answers: or the times mean nothing.
+        # The same inputs must give the same outputs, or the times mean nothing.
         difference = float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
         print(f"{'':33s}relative difference {difference:.4f}, flashinfer / triton {times[1] / times[0]:.2f}")
         if difference > 0.02:
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

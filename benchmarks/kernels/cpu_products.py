@@ -1,10 +1,10 @@
-"""All products of a model's round on a CPU: bfloat16, against four bits as served, and what torch has for int8 weights.
+"""All products of a model's round on a CPU: bfloat16, four bits as served, and torch's products for int8 weights.
 
 python -m benchmarks.kernels.cpu_products --out benchmarks/results/cpu_products.json
 
-Weights are random and of the model's shapes, all layers' and the output matrix, so that none stays in a cache.
-The ways take turns. The load average at the begin and the end is in the report: torch's workers wait for each other
-after each product.
+Weights are random and have the shapes of all layers and of the output matrix, so that they do not fit a cache.
+The variants take turns. The report has the load average at the beginning and at the end, because torch's workers wait
+for each other after each product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def shapes_of(config: ModelConfig) -> list[tuple[int, int]]:
-    """[out, in] of each product of a forward with logits."""
+    """Return [out, in] of each product of a forward with logits."""
     hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     qkv = wide + 2 * config.num_kv_heads * config.head_dim
     layer = [(qkv, hidden), (hidden, wide), (2 * inner, hidden), (hidden, inner)]
@@ -40,7 +40,7 @@ def shapes_of(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def bfloat16(weight: Tensor) -> Product:
-    """What serves any number of rows."""
+    """Return the product that serves any number of rows."""
     linear = Linear(weight.shape[1], weight.shape[0], False, torch.bfloat16, torch.device("cpu"))
     linear.weight.copy_(weight)
     linear.pack()
@@ -48,7 +48,7 @@ def bfloat16(weight: Tensor) -> Product:
 
 
 def four_bits(weight: Tensor) -> Product:
-    """What serves few rows of weights that were stored so."""
+    """Return the product that serves few rows if the weights are stored in four bits."""
     num_groups = weight.shape[1] // GROUP
     codes, scales = torch.randint(0, 16, weight.shape, dtype=torch.int32), torch.full((len(weight), num_groups), 0.01)
     packed = packed_four(codes, scales, torch.zeros_like(scales))
@@ -56,25 +56,25 @@ def four_bits(weight: Tensor) -> Product:
 
 
 def onednn(weight: Tensor) -> Product:
-    """What serves bfloat16 weights where there is no AMX."""
+    """Return the product that serves bfloat16 weights without AMX."""
     return partial(CpuWeight(torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)).product, bias=None)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and the scale of each row, float32 [out]."""
+    """Return int8 weights [out, in] and the scale of each row, float32 [out]."""
     scale = weight.abs().amax(1) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 def weight_only(weight: Tensor) -> Product:
-    """int8 weights, rows in bfloat16."""
+    """Return a product of int8 weights and bfloat16 rows."""
     codes, scale = rounded(weight)
     narrow = scale.bfloat16()
     return lambda rows: torch.ops.aten._weight_int8pack_mm(rows, codes, narrow)
 
 
 def _integer(weight: Tensor) -> Product:
-    """oneDNN's sums of int8 rows [M, in] in int32, exact and so the same beside any others, times weights' scales."""
+    """Return oneDNN's product of int8 rows [M, in]: int32 sums, exact and so the same in any batch, times scales."""
     codes, scale = rounded(weight)
     packed, zeros = torch.ops.onednn.qlinear_prepack(codes, None), torch.zeros(len(codes), dtype=torch.int64)
     linear = torch.ops.onednn.qlinear_pointwise
@@ -82,13 +82,13 @@ def _integer(weight: Tensor) -> Product:
 
 
 def integer(weight: Tensor) -> Product:
-    """The product of rows that were int8 before: these are, whatever they are given as."""
+    """Return a product whose rows are int8 already. It takes fixed int8 rows in place of the given ones."""
     product, rows8 = _integer(weight), torch.randint(-127, 128, (64, weight.shape[1]), dtype=torch.int8)
     return lambda rows: product(rows8[: len(rows)])
 
 
 def row_by_row(weight: Tensor) -> Product:
-    """The same with what comes before and behind: each row's scale, rounding, and the way back to bfloat16."""
+    """Return the int8 product with its surroundings: each row's scale, rounding, and conversion back to bfloat16."""
     product = _integer(weight)
 
     def run(rows: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ WAYS: dict[str, Callable[[Tensor], Product]] = {
 
 @torch.inference_mode()
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16], help="rows of each product, 64 at most")

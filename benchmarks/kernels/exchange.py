@@ -1,11 +1,11 @@
-"""The exchange between ranks of a tensor-parallel round: right over many repetitions first, then how fast.
+"""The exchange between ranks of a tensor-parallel round: check it over many repetitions first, then time it.
 
-Each rank is a process; `--devices 0 1` gives two GPUs, `--devices 0 0` two processes on one (they take turns on it, a
-time slice each, so times say nothing there); `--streams 2` has ranks as streams of one process on one GPU, which run
-at the same time, as `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --widths 8192 --kib 16 72 2048`
-has them.
-Wrong numbers are counted on the device, and end the command with 1. Times are those of a launch within a CUDA graph on
-rank 0, beside the norm alone and beside NCCL.
+Each rank is a process; `--devices 0 1` gives two GPUs, `--devices 0 0` two processes on one (they get its time slices
+in turn, so times mean nothing there). With `--streams 2`, ranks are streams of one process on one GPU, which run at the
+same time; for example `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --widths 8192 --kib 16 72 2048`.
+
+Wrong numbers are counted on the device; any of them makes the exit code 1. Times are those of a launch within a CUDA
+graph on rank 0, next to the norm alone and to NCCL.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from outrider_tools.bench.report import Row, write_report
 
 EPS = 1e-5
 NUM_INPUTS = 7
-"""Sets of inputs, which follow each other: a prime that is not the number of turns, so what is stale is seen."""
+"""Number of input sets, used in turn: a prime that differs from the number of turns, so that stale data is noticed."""
 CALLS = 70
 """Repetitions in a graph."""
 MAX_DELAY_NS = 20_000
 MAX_BYTES = 2 << 20
 MAX_STREAM_PROGRAMS = 128
-"""Of an exchange where ranks share a device: each holds a processor of its 132 while it waits, and the other rank needs
-some, too. Several launches of fewer do not help: each lets the next one begin, which takes processors as well."""
+"""Most programs of an exchange if ranks share a device: each one holds a processor of the device's 132 while it waits,
+and the other rank needs some, too. Several smaller launches do not help: each lets the next begin, which takes more."""
 Call = Callable[[int], object]
 
 
 @triton.jit
 def _wait(times, number):
-    """As long as times[number] says, in ns."""
+    """Wait for times[number] ns."""
     begin = tl.extra.cuda.globaltimer()
     wanted = tl.load(times + number).to(tl.int64)
     while tl.extra.cuda.globaltimer().to(tl.int64) - begin.to(tl.int64) < wanted:
@@ -59,7 +59,7 @@ def _wait(times, number):
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """What is exchanged, and how."""
+    """What to exchange, and how."""
 
     kind: str
     num_rows: int
@@ -68,22 +68,22 @@ class ExchangeCase:
 
     @property
     def name(self) -> str:
-        """For a report's row."""
+        """Name for a report's row."""
         return f"{self.kind} m{self.num_rows} w{self.width} {str(self.dtype).removeprefix('torch.')}"
 
     @property
     def num_programs(self) -> int:
-        """Of a launch."""
+        """Number of programs of a launch."""
         return self.num_rows * (self.width // join_width(self.width) if self.kind == "join" else 1)
 
     @property
     def num_bytes(self) -> int:
-        """Of a rank's message."""
+        """Bytes of a rank's message."""
         return self.num_rows * self.width * self.dtype.itemsize
 
 
 class RankInputs:
-    """NUM_INPUTS sets of what every rank gives, which all ranks can make, and what must come of each."""
+    """NUM_INPUTS sets of all ranks' inputs, which every rank can make, and the expected result of each set."""
 
     def __init__(self, case: ExchangeCase, rank: int, world: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(case.num_bytes)
@@ -104,7 +104,7 @@ class RankInputs:
             ]
 
     def exchanged(self, boxes: Mailboxes, number: int) -> tuple[Tensor, Tensor | None]:
-        """The sum or the join for a set of inputs, and the sum's norm."""
+        """Return the sum or the join for a set of inputs, and the sum's norm."""
         at = number % NUM_INPUTS
         if self.case.kind == "join":
             return join_columns(boxes, self.own[at]), None
@@ -114,7 +114,7 @@ class RankInputs:
 
 @dataclass(frozen=True)
 class ExchangeVerdict:
-    """After `repetitions`: numbers that had not the bits they should have, and what norms are, in one number."""
+    """Result after `repetitions`: how many numbers had wrong bits, and a hash of the norms."""
 
     repetitions: int
     num_wrong: int
@@ -122,9 +122,9 @@ class ExchangeVerdict:
 
 
 class RankCheck:
-    """Repetitions with random delays before each, in a graph, and how many numbers were wrong in them.
+    """Repeats exchanges with random delays in a graph, and counts wrong numbers.
 
-    Norms must have the bits that they had in the first exchange, and be near those of the kernel that only norms.
+    Norms must have the same bits as in the first exchange, and be close to the norm kernel's.
     """
 
     def __init__(self, inputs: RankInputs, boxes: Mailboxes, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class RankCheck:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm(self) -> None:
-        """The first exchanges, all of which are compared but for the norm."""
+        """Run the first exchanges. Their sums or joins are compared, and their norms kept."""
         with torch.cuda.stream(self.stream):
             self.wrong.zero_()
             for number, kept in enumerate(self._norms):
@@ -146,7 +146,7 @@ class RankCheck:
                     kept.copy_(normed)
 
     def capture(self) -> None:
-        """Once it is warm."""
+        """Capture the graph, after `warm`."""
         with torch.cuda.graph(self._graph, stream=self.stream):
             self._times.random_(0, MAX_DELAY_NS)
             for number in range(CALLS):
@@ -155,12 +155,12 @@ class RankCheck:
                     self._compare(normed, self._norms[number % NUM_INPUTS])
 
     def replay(self) -> None:
-        """CALLS repetitions more."""
+        """Run CALLS more repetitions."""
         with torch.cuda.stream(self.stream):
             self._graph.replay()
 
     def verdict(self, repetitions: int) -> ExchangeVerdict:
-        """When all has ended. Raises RuntimeError if a rank was waited for in vain."""
+        """Wait for the end and return the verdict. Raises RuntimeError if a rank did not answer."""
         self.stream.synchronize()
         raise_silent(self.boxes)
         digest = 0
@@ -182,18 +182,18 @@ class RankCheck:
 
 
 def words_of(numbers: Tensor) -> Tensor:
-    """Their bits."""
+    """Return the bits of `numbers` as integers."""
     return numbers.view(torch.int32 if numbers.dtype == torch.float32 else torch.int16)
 
 
 def raise_silent(boxes: Mailboxes) -> None:
-    """Raise RuntimeError if a rank was waited for in vain."""
+    """Raise RuntimeError if this rank waited in vain for another one."""
     if (silent := boxes.silent_rank()) is not None:
         raise RuntimeError(f"rank {silent} did not send to rank {boxes.rank} within {boxes.timeout_seconds} s")
 
 
 def graph_us(call: Call, replays: int = 10) -> float:
-    """Microseconds of a call in a graph of CALLS, the median of three times some replays; all ranks do the same."""
+    """Return the microseconds of a call in a graph of CALLS, the median of three. All ranks do the same."""
     for number in range(3):
         call(number)
     torch.cuda.synchronize()
@@ -210,12 +210,12 @@ def graph_us(call: Call, replays: int = 10) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / CALLS / replays)
-    # In the first the ranks have not met yet.
+    # The first measurement includes the ranks' meeting.
     return sorted(times[1:])[1]
 
 
 class RankWorker:
-    """What a rank's process does, question by question."""
+    """A rank's side of the benchmark. Its process calls the methods by name."""
 
     def __init__(self, rank: int, world: int, device: torch.device, trade: Trade, timeout: float) -> None:
         self.rank, self.world, self.device, self.trade, self.timeout = rank, world, device, trade, timeout
@@ -223,7 +223,7 @@ class RankWorker:
         torch.cuda.set_device(device)
 
     def boxes(self, case: ExchangeCase) -> Mailboxes:
-        """Mailboxes for messages of at most MAX_BYTES, or for a joined row's pieces."""
+        """Return mailboxes for messages of at most MAX_BYTES, or for the pieces of a joined row."""
         width = join_width(case.width) if case.kind == "join" else case.width
         key = width, case.dtype
         if key not in self._boxes:
@@ -234,7 +234,7 @@ class RankWorker:
         return self._boxes[key].boxes
 
     def check(self, case: ExchangeCase, repetitions: int) -> ExchangeVerdict:
-        """At least so many repetitions."""
+        """Check at least `repetitions` repetitions."""
         check = RankCheck(RankInputs(case, self.rank, self.world, self.device), self.boxes(case), self.device)
         torch.cuda.synchronize()
         self.trade(b"")
@@ -247,7 +247,7 @@ class RankWorker:
         return check.verdict(replays * CALLS)
 
     def silent(self, case: ExchangeCase, sender: int) -> int | None:
-        """Whom this rank waits for in vain if `sender` alone sends."""
+        """Return the rank that this one waits for in vain if only `sender` sends."""
         boxes = self.boxes(case)
         if self.rank == sender:
             RankInputs(case, self.rank, self.world, self.device).exchanged(boxes, 0)
@@ -255,7 +255,7 @@ class RankWorker:
         return boxes.silent_rank()
 
     def times(self, case: ExchangeCase) -> dict[str, float]:
-        """Microseconds by what was done."""
+        """Return microseconds by kind of work."""
         boxes = self.boxes(case)
         inputs = RankInputs(case, self.rank, self.world, self.device)
         found = {}
@@ -270,7 +270,7 @@ class RankWorker:
         return found
 
     def nccl(self, case: ExchangeCase) -> dict[str, float]:
-        """Microseconds of the same through NCCL."""
+        """Return microseconds of the same work with NCCL."""
         inputs = RankInputs(case, self.rank, self.world, self.device)
         rows = inputs.own[0].clone()
         joined = rows.new_empty(self.world * case.num_rows, case.width)
@@ -289,7 +289,7 @@ class RankWorker:
             return {"NCCL and norm": graph_us(normed)}
 
     def start_nccl(self, path: str) -> bool:
-        """Meet the others in a file."""
+        """Meet the other ranks through a file."""
         torch.distributed.init_process_group(
             "nccl", init_method=f"file://{path}", rank=self.rank, world_size=self.world, device_id=self.device
         )
@@ -297,12 +297,12 @@ class RankWorker:
 
 
 def join_width(width: int) -> int:
-    """Columns of a piece: the largest divisor of at most 4096."""
+    """Return the columns of a piece: the largest divisor up to 4096 that is a multiple of 8."""
     return next(size for size in range(min(width, 4096), 0, -1) if width % size == 0 and size % 8 == 0)
 
 
 def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) -> None:
-    """A rank's process: does what it is told by its name until the pipe ends."""
+    """Run a rank's process: call the methods that are asked for by name, until the pipe ends."""
 
     def trade(own: bytes) -> Sequence[bytes]:
         pipe.send(("trade", own))
@@ -322,7 +322,7 @@ def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) 
 
 
 class RankProcesses:
-    """Processes that are asked the same at the same time."""
+    """Rank processes that get the same questions at the same time."""
 
     def __init__(self, devices: Sequence[int], timeout: float) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -336,14 +336,14 @@ class RankProcesses:
             self.processes.append(process)
 
     def ask(self, name: str, *arguments: object) -> list[Any]:
-        """All answers, in the order of ranks. Raises RuntimeError with the words of those that failed."""
+        """Return all answers, in the order of ranks. Raises RuntimeError with the errors of the ranks that failed."""
         for pipe in self._pipes:
             pipe.send((name, arguments))
         while True:
             answers = [pipe.recv() for pipe in self._pipes]
             failed = [words for kind, words in answers if kind == "failed"]
             if failed:
-                # A rank that trades is told that nobody else does.
+                # A rank that is still trading gets an empty answer, which ends its wait.
                 for pipe, (kind, _) in zip(self._pipes, answers, strict=True):
                     if kind == "trade":
                         pipe.send([])
@@ -378,7 +378,7 @@ class LocalMailboxes:
             self.boxes.append(Mailboxes(rank, world, max_rows, width, dtype, table, turns, failed, report))
 
     def reset(self, wait: bool) -> None:
-        """As new. `wait` False: nobody waits for anybody."""
+        """Reset all mailboxes. With `wait` False, no rank waits for another."""
         torch.cuda.synchronize()
         for memory, boxes in zip(self._memory, self.boxes, strict=True):
             empty(memory, boxes.dtype)
@@ -389,19 +389,19 @@ class LocalMailboxes:
 
 
 def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[ExchangeVerdict]:
-    """As RankWorker.check of all ranks, as streams of this process."""
+    """Do the same as RankWorker.check on all ranks, with ranks as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
     local = LocalMailboxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
     checks = [RankCheck(RankInputs(case, boxes.rank, world, device), boxes, device) for boxes in local.boxes]
-    # What is launched for the first time may wait for the device, where another rank would wait for this one.
+    # A first launch may wait for the device, while another rank would wait for this one: so do not wait yet.
     local.reset(wait=False)
     for check in checks:
         check.warm()
         check.stream.synchronize()
         check.capture()
         check.replay()
-    # A capture gives cached memory back, and getting it anew waits for the device as well.
+    # A capture frees cached memory, and allocating it again waits for the device, too.
     local.reset(wait=False)
     for check in checks:
         check.warm()
@@ -419,7 +419,7 @@ def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[Exch
 def cases(
     kinds: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], sizes: Sequence[int]
 ) -> list[ExchangeCase]:
-    """Messages of so many KiB; joined rows are float32 and as wide as a rank's part of a vocabulary of 128,256."""
+    """Return cases for messages of these sizes in KiB. Joins are float32, as wide as half a vocabulary of 128,256."""
     found = []
     for kind in kinds:
         if kind == "join":
@@ -434,7 +434,7 @@ def cases(
 
 
 def main() -> None:
-    """Parse options, check, measure, print, write."""
+    """Parse options, check, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--streams", type=int, default=0, help="ranks in this process, on one GPU; only for checks")
@@ -457,7 +457,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """All figures that are asked for, said as they come."""
+    """Yield all figures that were asked for, and print them as they come."""
     with ExitStack() as stack:
         ranks = None
         if not options.streams:

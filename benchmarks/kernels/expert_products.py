@@ -1,10 +1,10 @@
-"""Products of experts with quantized weights, ours and those of humming-kernels: right first, then how fast.
+"""Products of experts with quantized weights, ours and those of humming-kernels: check them first, then time them.
 
     python -m benchmarks.kernels.expert_products --out FILE.json
 
-Tokens choose their experts at random. Each time is that of a launch within a CUDA graph over copies of the experts, so
-many that what one token wakes of them is larger than L2. Ours computes gate, up and their gating in one launch; in
-brackets is the library's product with its gating, a launch of its own. `read` is the time that the bytes of a layer's
+Tokens choose their experts at random. Times are those of a launch within a CUDA graph over copies of the experts, so
+many that the experts of one token in all copies exceed L2. Ours computes gate, up and their gating in one launch; in
+brackets is the library's product with its gating, a separate launch. `read` is the time that the bytes of a layer's
 woken experts take at the device's copy rate. gpt-oss's own gating and biases are left out.
 """
 
@@ -46,7 +46,7 @@ class ExpertShape(NamedTuple):
     size: int
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Rows and columns of an expert's matrix."""
+        """Return rows and columns of an expert's matrix."""
         return (2 * self.size, self.hidden) if part == "gate_up" else (self.hidden, self.size)
 
 
@@ -54,21 +54,21 @@ SHAPES = {"qwen3-30b-a3b": ExpertShape(128, 8, 2048, 768), "gpt-oss-20b": Expert
 KINDS = {"bf16": ("", 0), "fp8": ("fp8", 0), "block": ("fp8", 128), "int4": ("int4", 128), "mxfp4": ("mxfp4", 32)}
 PARTS = ("gate_up", "down")
 LIMIT = 0.01
-"""Of the largest difference to the reference, over its largest value. Results are bfloat16."""
+"""Largest permitted difference to the reference, over the reference's largest value. Results are bfloat16."""
 SCHEMAS: dict[str, dict[str, Any]] = {
     "fp8": {"b_dtype": "float8e4m3"},
     "block": {"b_dtype": "float8e4m3", "weight_scale_group_size": 128, "weight_scale_group_size_n": 128},
     "int4": {"b_dtype": "uint4", "weight_scale_group_size": 128},
     "mxfp4": {"b_dtype": "float4e2m1", "weight_scale_group_size": 32, "bs_dtype": "float8e8m0"},
 }
-"""Of the library; what it does not say is bfloat16."""
+"""The library's options; what is not given is bfloat16."""
 INDEXED = '{"gemm_type": "indexed"}'
 STEP = 128
-"""The library's kernels take matrices whose rows are a multiple of it, and pad others."""
+"""The library's kernels take matrices with a multiple of this many rows; others are padded."""
 
 
 def made(kind: str, shape: ExpertShape, part: str, device: str) -> Tensor | QuantWeight:
-    """Random matrices of all experts, as checkpoints have them; scales are bfloat16 numbers."""
+    """Return random matrices of all experts, as in checkpoints; scales are bfloat16 numbers."""
     (name, group), (num_out, size) = KINDS[kind], shape.matrix(part)
     if not name:
         wide: Tensor = torch.randn(shape.experts, num_out, size, device=device) * size**-0.5
@@ -88,7 +88,7 @@ def made(kind: str, shape: ExpertShape, part: str, device: str) -> Tensor | Quan
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """One of a layer's two matrices, of all its experts."""
+    """One of a layer's two matrices, for all its experts."""
 
     kind: str
     shape: ExpertShape
@@ -97,12 +97,12 @@ class ExpertMatrices:
 
     @property
     def copies(self) -> int:
-        """How many are larger than L2, of what a token wakes."""
+        """Number of copies that exceed L2 with the experts of one token."""
         woken = num_bytes(self.weight) * self.shape.active // self.shape.experts
         return max(2, -(-COPIES_BYTES // woken))
 
     def clones(self) -> Iterator[Tensor | QuantWeight]:
-        """So many."""
+        """Yield `copies` copies of the weight."""
         for _ in range(self.copies):
             weight = self.weight
             if isinstance(weight, QuantWeight):
@@ -112,7 +112,7 @@ class ExpertMatrices:
 
     @cached_property
     def wide(self) -> Tensor:
-        """Dequantized, in float32."""
+        """The matrices, dequantized to float32."""
         weight = self.weight
         return weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
 
@@ -126,7 +126,7 @@ class ExpertTokens:
 
     @classmethod
     def random(cls, experts: ExpertMatrices, count: int, device: str) -> ExpertTokens:
-        """So many, with the same experts in both parts and all kinds."""
+        """Return `count` random tokens, which choose the same experts in both parts and all kinds."""
         shape = experts.shape
         generator = torch.Generator().manual_seed(count)
         logits = torch.randn(count, shape.experts, generator=generator).to(device)
@@ -136,23 +136,23 @@ class ExpertTokens:
         return cls(rows, reference.route(logits, shape.active, True, None, tile)).in_tiles(shape.experts, tile)
 
     def in_tiles(self, num_experts: int, tile: int) -> ExpertTokens:
-        """The same in other tiles."""
+        """Return the same tokens in tiles of another size."""
         return replace(self, routes=in_tiles(self.routes, num_experts, tile))
 
     @property
     def woken(self) -> int:
-        """Different experts."""
+        """Number of different experts."""
         return len(self.routes.experts.unique())
 
 
 def ours(experts: ExpertMatrices, tokens: ExpertTokens, clones: Sequence[Tensor | QuantWeight], copy: int) -> Tensor:
-    """Our product with one copy; of gate and up their gating."""
+    """Run our product with one copy, for gate and up including their gating."""
     gating = SWIGLU if experts.part == "gate_up" else None
     return expert_linear(tokens.rows, clones[copy], tokens.routes, gating=gating)
 
 
 def error(experts: ExpertMatrices, tokens: ExpertTokens, found: Tensor) -> float:
-    """Largest difference to the reference in float32, over its largest value; what is no number is far from it."""
+    """Return the largest difference to the float32 reference, over its largest value; huge for NaN and infinity."""
     gating = SWIGLU if experts.part == "gate_up" else None
     expected = reference.expert_linear(tokens.rows.float(), experts.wide, tokens.routes, None, gating, False)
     difference = (found.float() - expected).abs().nan_to_num(1e9, 1e9)
@@ -174,7 +174,7 @@ class ExpertLibrary:
         )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """What its kernels read, with locks of its own."""
+        """Return the tensors that the library's kernels read, with their own locks."""
         from humming.transform import transform_humming_tensors
 
         weight = self.experts.weight
@@ -190,7 +190,7 @@ class ExpertLibrary:
         return found | {"locks": torch.zeros(2048, dtype=torch.int32, device=words.device)}
 
     def tuned(self, num_tokens: int) -> dict[str, Any]:
-        """The cut that the library takes for so many."""
+        """Return the tiling that the library chooses for this number of tokens."""
         from humming.tune import get_heuristics_config
 
         pairs = num_tokens * self.experts.shape.active
@@ -200,7 +200,7 @@ class ExpertLibrary:
         return found
 
     def kernels(self, num_tokens: int) -> Tensor:
-        """Compiled, as its launcher wants them."""
+        """Return the compiled kernels for the library's launcher."""
         from humming.kernel import HummingKernel
 
         found: Tensor = HummingKernel.prepare_kernels(
@@ -209,7 +209,7 @@ class ExpertLibrary:
         return found
 
     def product(self, tokens: ExpertTokens, clones: list[dict[str, Tensor]]) -> Callable[[int], Tensor]:
-        """The bare product, without gating."""
+        """Return the bare product, without gating."""
         from humming.ops import launch_kernel
 
         count, active = tokens.routes.experts.shape
@@ -227,11 +227,11 @@ class ExpertLibrary:
 
 
 Times = dict[tuple[str, str, int], float]
-"""Microseconds by part, whose, and number of tokens."""
+"""Microseconds by part, implementation, and number of tokens."""
 
 
 def measure_ours(experts: ExpertMatrices, counts: list[int], device: str) -> tuple[Times, list[float]]:
-    """Of ours, and the errors."""
+    """Return the times of our products, and the errors."""
     times: Times = {}
     errors = []
     clones = list(experts.clones())
@@ -244,7 +244,7 @@ def measure_ours(experts: ExpertMatrices, counts: list[int], device: str) -> tup
 
 
 def measure_library(experts: ExpertMatrices, counts: list[int], device: str) -> tuple[Times, list[float]]:
-    """Of the library and, for gate and up, of its product with the gating. What fails is told and left out."""
+    """Return times and errors of the library's product, for gate and up also with gating. Failures are only printed."""
     times: Times = {}
     errors: list[float] = []
     try:
@@ -271,17 +271,17 @@ def measure_library(experts: ExpertMatrices, counts: list[int], device: str) -> 
 
 
 def gate(bare: Callable[[int], Tensor], copy: int) -> Tensor:
-    """The library's product, and its gating."""
+    """Run the library's product, and its gating."""
     return gate_mul(bare(copy))
 
 
 def say(what: str, failure: Exception) -> None:
-    """Print it in a line or two."""
+    """Print a failure in a line or two."""
     print(f"{what}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}", flush=True)
 
 
 def compile_all(layers: dict[tuple[str, str], list[ExpertMatrices]], counts: list[int], device: str) -> None:
-    """All kernels at once; what fails fails again where it is measured, and is told there."""
+    """Compile all kernels at once. A failure here comes again in the measurement, and is printed there."""
     jobs: list[Any] = []
     for parts in layers.values():
         for experts in parts:
@@ -290,7 +290,7 @@ def compile_all(layers: dict[tuple[str, str], list[ExpertMatrices]], counts: lis
                 jobs += [lambda e=experts, c=count: ExpertLibrary(e).kernels(c) for count in counts]
 
     def done(job: Any) -> None:
-        # A kernel that cannot be compiled is told of later.
+        # A kernel that cannot be compiled is reported later.
         try:
             with torch.inference_mode():
                 job()
@@ -307,7 +307,7 @@ HEAD = f"{'':20s}{'tokens':>7s}{'woken':>6s}{'read':>8s} | {'gate, up, gating':^
 
 
 def told(name: str, layer: list[ExpertMatrices], times: Times, counts: list[int], rate: float) -> list[Row]:
-    """A line for each number of tokens, and its figures."""
+    """Print a line for each number of tokens. Return the figures."""
     rows = []
     for count in counts:
         woken = ExpertTokens.random(layer[0], count, "cpu").woken
@@ -337,13 +337,13 @@ def told(name: str, layer: list[ExpertMatrices], times: Times, counts: list[int]
 
 
 def run(options: argparse.Namespace) -> None:
-    """All of ours first: what fails in the library may leave a device that computes no more."""
+    """Measure all of ours first: a failure of the library may leave the device unusable."""
     device, begun = "cuda", time.perf_counter()
     layers = {}
     for name in options.shapes:
         for kind in options.kinds:
             if name == "gpt-oss-20b" and kind != "mxfp4":
-                continue  # Its checkpoints have no other.
+                continue  # Its checkpoints have no other format.
             shape = SHAPES[name]
             layers[name, kind] = [ExpertMatrices(kind, shape, part, made(kind, shape, part, device)) for part in PARTS]
     rate = copy_rate(torch.device(device))
@@ -369,7 +369,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def worst(key: tuple[str, str], whose: str, measured: list[tuple[Times, list[float]]]) -> list[Row]:
-    """The largest error of a layer, if there is any; said where rounding does not make such."""
+    """Return a row with a layer's largest error, if any. Print a warning if rounding cannot explain it."""
     errors = [error for _, found in measured for error in found]
     if not errors:
         return []
@@ -379,7 +379,7 @@ def worst(key: tuple[str, str], whose: str, measured: list[tuple[Times, list[flo
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

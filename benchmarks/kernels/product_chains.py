@@ -2,15 +2,15 @@
 
     python -m benchmarks.kernels.product_chains --model /models/llama-8b-fp8 --rounds 1x1 1x32 64x64 --out FILE.json
 
-A product alone, launch after launch, hides what its start and end cost: how soon the next kernel's weights are asked
-for, how unevenly its programs end, and whether those of the next kernel find room beside them. So the four matrices of
-a layer are cut one after the other, the others as they were found to be best so far, and what is timed is the whole
-round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models on Hopper GPUs.
+A product that is launched alone, again and again, hides the cost of its start and end: how soon the next kernel's
+weights are requested, how unevenly its programs end, and whether the next kernel's programs find room beside them. So
+the four matrices of a layer are cut one after the other, while the others keep their best cuts so far, and the device's
+time of the whole round is measured: of REQUESTSxTOKENS, with 1,024 tokens of context each. For dense models on Hopper.
 
     git show 0819fb56:kernels/linear_configs.py > former.py
     python -m benchmarks.kernels.product_chains --shape llama-3b,layers=14 --format fp8 --against former.py
 
-times the cuts that the `choose_ring` of a former file chose and today's in turns instead. `--shape` has random weights.
+compares the cuts chosen by a former file's `choose_ring` and by today's, in turns. `--shape` has random weights.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ STAGES = (2, 3, 4, 5, 6, 8)
 DEPTHS = {16: (64, 128), 8: (128, 256), 4: (128, 256)}
 """Columns of a step, by the bits of a weight."""
 LEAST_BYTES = 40 * 1024
-"""Of a processor's shared memory that rings take."""
+"""Least shared memory of a processor that rings take."""
 MAX_WAVES = 2.4
-"""Programs, over processors, that tiles are cut into at most."""
+"""Most programs that tiles are cut into, as a multiple of the processors."""
 CONTEXT = 1024
 TURNS = 4
-"""How often former cuts and today's are timed, one behind the other."""
+"""How often former and today's cuts are timed, one after the other."""
 GROUP = 128
-"""Weights that share a scale, of int4."""
+"""Weights that share a scale, for int4."""
 SHARD_BYTES = 4_000_000_000
 WORST = 0.01
-"""Largest difference to the exact product, over the largest value, that a cut may have."""
+"""Largest permitted difference of a cut to the exact product, over the largest value."""
 
 
 class Chain:
-    """A model's products within a round of so many tokens, and the cuts that they are computed in."""
+    """A model's products within a round of `num_rows` tokens, and the cuts that compute them."""
 
     def __init__(self, model: CausalLM, num_requests: int, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
@@ -102,23 +102,23 @@ class Chain:
         return found or self._chosen(rows, weight, gated)
 
     def weight(self, name: str) -> Tensor | QuantWeight:
-        """A matrix as kernels take it."""
+        """Return a matrix in the form that kernels take."""
         linear = self.matrices[name]
         return linear.quantized or linear.weight
 
     def shape(self, name: str) -> Shape:
-        """Its shape."""
+        """Return a matrix's shape."""
         return _shape(self.weight(name), name == "gate_up")
 
     def product(self, name: str, cut: Cut) -> Tensor:
-        """A matrix's product in that cut, compiled as the model has it."""
+        """Compute a matrix's product in a cut, compiled as the model does."""
         num_out, size, gated = self.shape(name)
         rows = self._rows[size]
         residual = rows.new_zeros(self.num_rows, num_out) if name in ADDED else None
         return stream_linear(rows, self.weight(name), residual=residual, gated=gated, config=cut)
 
     def is_right(self, name: str, cut: Cut) -> bool:
-        """Whether a cut computes what the matrix made wide does, twice."""
+        """Whether a cut gives the dequantized matrix's product, twice."""
         if name not in self._exact:
             (_, size, gated), weight = self.shape(name), self.weight(name)
             wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight
@@ -128,19 +128,19 @@ class Chain:
         return off <= WORST * float(exact.abs().max())
 
     def ms(self, repeats: int = 9) -> float:
-        """Milliseconds of a round on the device, the median."""
+        """Return the median milliseconds of a round on the device."""
         executor = self._rounds.executor
         executor._input.clear()
         executor.graphs.capture(executor.graphs.captured(), together=False)
         return self._rounds.measure(self.num_rows, repeats).gpu
 
     def chosen(self, name: str) -> Cut:
-        """The engine's cut."""
+        """Return the engine's cut."""
         _, size, gated = self.shape(name)
         return self._chosen(self._rows[size], self.weight(name), gated)
 
     def candidates(self, name: str) -> list[Cut]:
-        """The engine's cut, and all rings that fit a processor. TypeError for weights of no ring."""
+        """Return the engine's cut and all rings that fit a processor. TypeError if no ring takes the weights."""
         num_out, _, gated = self.shape(name)
         weight, most = self.weight(name), MAX_WAVES * self._processors
         if not fits_ring(weight):
@@ -150,7 +150,7 @@ class Chain:
         bits = 16 // weight.per_word if isinstance(weight, QuantWeight) else 16
         found: dict[Cut, None] = {self.chosen(name): None}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
-            # A half of a tile has steps of 128 bytes.
+            # Half a tile has steps of 128 bytes.
             if gated and depth * bits > 1024:
                 continue
             base = RingConfig(tile, depth, stages=stages, warps=warps)
@@ -169,7 +169,7 @@ class Chain:
         return list(found)
 
     def usable(self, tried: Iterable[tuple[str, Cut]]) -> dict[str, list[Cut]]:
-        """Those that compile and are right."""
+        """Return the cuts that compile and are right."""
         jobs = list(tried)
 
         def compiled(job: tuple[str, Cut]) -> bool:
@@ -185,7 +185,7 @@ class Chain:
             with tell_launches():
                 for job in jobs:
                     self.product(*job)
-            # One launch after another: compiling is what takes time. A thread needs the device's context first.
+            # Launches are serial, since compiling takes the time. Each thread first needs the device's context.
             with ThreadPoolExecutor(16, initializer=torch.cuda.synchronize) as pool:
                 good = list(pool.map(compiled, jobs))
         found: dict[str, list[Cut]] = {name: [] for name in self.matrices}
@@ -197,7 +197,7 @@ class Chain:
         return found
 
     def descend(self, usable: dict[str, list[Cut]], repeats: int = 5) -> dict[str, list[tuple[float, Cut]]]:
-        """Each matrix in each of its cuts, the fastest first; `cuts` holds the fastest afterwards."""
+        """Time each matrix in each of its cuts. Return them, fastest first; `cuts` then holds the fastest."""
         found = {}
         for name, cuts in usable.items():
             timed = []
@@ -218,7 +218,7 @@ def _shape(weight: Tensor | QuantWeight, gated: bool) -> Shape:
 
 
 def brief(cut: Cut) -> str:
-    """A cut in a few letters."""
+    """Describe a cut in a few words."""
     if isinstance(cut, GemmConfig):
         return f"in Triton, {cut.block_n} x {cut.block_k} split {cut.split_k} stages {cut.stages}"
     programs = f"split {cut.split_k}" if cut.split_k else f"even {cut.per_sm}"
@@ -227,7 +227,7 @@ def brief(cut: Cut) -> str:
 
 
 def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[Row]:
-    """The cuts that were found for a round, and its time beside that in the engine's cuts."""
+    """Find cuts for a round. Return them with the round's time in these and in the engine's cuts."""
     chain, case = Chain(model, num_requests, num_rows), f"{label} b{num_requests} m{num_rows}"
     before = chain.ms(31)
     print(f"{case}: {before:.3f} ms as the engine cuts them", flush=True)
@@ -244,7 +244,7 @@ def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[R
 def run_turns(
     model: CausalLM, label: str, num_requests: int, num_rows: int, former: Callable[..., object]
 ) -> list[Row]:
-    """A round's time in the cuts of a former `choose_ring` and in today's. RuntimeError: one of them is wrong."""
+    """Time a round in a former `choose_ring`'s cuts and in today's. RuntimeError if one of them is wrong."""
     chain, case = Chain(model, num_requests, num_rows), f"{label} b{num_requests} m{num_rows}"
     cuts: dict[str, dict[str, Cut]] = {}
     for name, choose in (("former", former), ("chosen", choose_ring)):
@@ -269,7 +269,7 @@ def run_turns(
 
 
 def former_choice(path: Path) -> Callable[..., object]:
-    """`choose_ring` of a former kernels/ring_configs.py, whose cuts are of today's class."""
+    """Return `choose_ring` of a former file of kernels, adapted to today's class of cuts."""
     spec = importlib.util.spec_from_file_location("former_ring_configs", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"--against {path}: not a Python file")
@@ -282,8 +282,8 @@ def former_choice(path: Path) -> Callable[..., object]:
 
 
 def write_random(folder: Path, shape: str, form: str, device: torch.device) -> Path:
-    """The folder, within this one, of a Llama checkpoint of random weights: a shape that `outrider inflate` knows, and
-    bf16 or a format of `outrider quantize`."""
+    """Write a Llama checkpoint of random weights. Return its folder, inside `folder`. `shape` is one of `outrider
+    inflate`, `form` is bf16 or a format of `outrider quantize`."""
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -310,7 +310,7 @@ def write_random(folder: Path, shape: str, form: str, device: torch.device) -> P
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, help="folder of a dense model, quantized or not")

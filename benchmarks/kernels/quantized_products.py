@@ -1,8 +1,8 @@
-"""Products with quantized weights at a llama-8b's shapes: right first, then how fast, beside libraries.
+"""Products with quantized weights at a llama-8b's shapes: check them first, then time them against libraries.
 
-Each time is that of a launch within a CUDA graph over copies of the weight that together are larger than L2.
-`chosen` is our product of few rows, `wide` one with the weight made wide before, `fp8` the one of rows in two fp8
-parts, and `scaled_mm` that of rows rounded to fp8. Other cuts of ours: benchmarks.kernels.product_chains.
+Times are those of a launch within a CUDA graph over copies of the weight that together are larger than L2.
+`chosen` is our product for few rows, `wide` dequantizes the weight first, `fp8` is the product of rows in two fp8
+parts, and `scaled_mm` that of rows rounded to fp8. For other cuts of ours, see benchmarks.kernels.product_chains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Product = Callable[[int], object]
 
 
 def exact_product(rows: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """rows @ weight^T, or silu(gate) * up of it, in float32."""
+    """Return rows @ weight^T in float32, or silu(gate) * up of it."""
     exact = rows.float() @ weight.float().T
     if gated:
         gate, up = exact.chunk(2, 1)
@@ -41,7 +41,7 @@ def exact_product(rows: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Copies of a weight, and rows that they are multiplied with."""
+    """Copies of a weight, and the rows to multiply them with."""
 
     kind: str
     shape: str
@@ -54,16 +54,16 @@ class Case:
         return self.shape == "gate_up"
 
     def ours(self, copy: int) -> Tensor:
-        """Our product, as the engine cuts it."""
+        """Run our product in the engine's cut."""
         return stream_linear(self.rows, self.weights[copy], gated=self.gated)
 
     def wide(self, copy: int) -> object:
-        """The product of cuBLAS with the weight made wide."""
+        """Run cuBLAS's product with the dequantized weight."""
         product = self.rows @ dequantize(self.weights[copy], torch.bfloat16).T
         return gate_mul(product) if self.gated else product
 
     def fp8(self, copy: int) -> Tensor:
-        """The product of rows in two fp8 parts."""
+        """Run the product of rows in two fp8 parts."""
         return fp8_linear(self.rows, self.weights[copy], gated=self.gated)
 
     @cached_property
@@ -72,7 +72,7 @@ class Case:
         return exact_product(self.rows, self.weights[0].dequantized(torch.float32), self.gated)
 
     def error(self) -> float:
-        """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
+        """Return the largest difference of three runs to the dequantized matrix's product, over the largest value."""
         worst = 0.0
         for _ in range(3):
             found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32)
@@ -80,12 +80,12 @@ class Case:
         return worst
 
     def off(self, found: Tensor) -> float:
-        """The same of a product with the first weight."""
+        """Return the relative difference of one product with the first weight."""
         return float((found - self.exact).abs().max() / self.exact.abs().max())
 
 
 def made(kind: str, num_out: int, size: int) -> QuantWeight:
-    """Random codes and scales on the GPU."""
+    """Return a weight of random codes and scales on the GPU."""
     name, group = KINDS[kind]
     span = 128 if kind == "block" else 1
     group = group or size
@@ -100,7 +100,7 @@ def made(kind: str, num_out: int, size: int) -> QuantWeight:
 
 
 def graph_us(product: Product, copies: int) -> float:
-    """Microseconds of a call in a graph, the best of three replays."""
+    """Return the microseconds of a call in a graph, the best of three replays."""
     calls = [number % copies for number in range(max(copies, 24))]
     for copy in calls[:2]:
         product(copy)
@@ -121,7 +121,7 @@ def graph_us(product: Product, copies: int) -> float:
 
 
 def humming(case: Case) -> Product:
-    """The product of the humming library, with weights of the same kind."""
+    """Return the humming library's product, with weights of the same kind."""
     from humming.layer import HummingLayer
 
     weight = case.weights[0]
@@ -143,7 +143,7 @@ def humming(case: Case) -> Product:
 
 
 def scaled_mm(case: Case) -> Product:
-    """cuBLAS' or CUTLASS' product in fp8, with rows that are quantized beforehand: without the time of that."""
+    """Return cuBLAS's or CUTLASS's product in fp8. The rows are quantized beforehand, outside of the measured time."""
     if case.kind != "fp8":
         raise ValueError("for fp8 alone")
     scale = case.rows.abs().amax(1, keepdim=True).float() / 448
@@ -160,7 +160,7 @@ def scaled_mm(case: Case) -> Product:
 
 
 def own_times(case: Case, copies: int) -> dict[str, float]:
-    """Of what the engine has for so many rows."""
+    """Return the times of the engine's own products for this number of rows."""
     times = {"wide": graph_us(case.wide, copies)}
     if case.rows.shape[0] <= MAX_QUANTIZED_ROWS:
         times["chosen"] = graph_us(case.ours, copies)
@@ -170,14 +170,14 @@ def own_times(case: Case, copies: int) -> dict[str, float]:
 
 
 def num_bytes(weight: Tensor | QuantWeight) -> int:
-    """Memory of it all."""
+    """Return a weight's bytes in memory."""
     if isinstance(weight, QuantWeight):
         return sum(tensor.nbytes for tensor in (weight.codes, weight.scales, weight.zeros) if tensor is not None)
     return weight.nbytes
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """All cases."""
+    """Run all cases. Return their rows."""
     found: list[Row] = []
     for kind, shape in itertools.product(options.kinds, options.shapes):
         num_out, size = SHAPES[shape]
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

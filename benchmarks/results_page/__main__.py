@@ -1,7 +1,7 @@
-"""Tables of docs/results.md, docs/reliability.md and README.md, and plots in docs/images, made from reports.
+"""Make the tables of docs/results.md, docs/reliability.md and README.md, and the plots in docs/images, from reports.
 
-python -m benchmarks.results_page            # writes tables and plots anew
-python -m benchmarks.results_page --tables   # tables alone
+python -m benchmarks.results_page            # rewrites tables and plots
+python -m benchmarks.results_page --tables   # only tables
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _MOVED = {
 
 
 class ResultFile:
-    """One file of benchmarks/results."""
+    """A file of benchmarks/results."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,11 +1,11 @@
-"""Two checkouts of this repository as served by `outrider up`, in one run: tokens per second, and CPU time a token.
+"""Compare two checkouts of this repository, both served by `outrider up`: tokens per second, and CPU time a token.
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.serving.checkouts --before /tmp/before --out benchmarks/results/checkouts_cpu.json
 
-Each question is answered plainly and with the default's drafters by both, in an order that moves on by one with each
-question, so that all see the same machine. Greedy, the radix cache off. What other work takes of the machine is seen
-by both, and hardly at all by the CPU time of the services, which is that of all their processes.
+Both answer each question plainly and with the default's drafters, in an order that rotates by one with each question,
+so that all meet the same machine. Greedy, the radix cache off. Other work on the machine affects both, and hardly
+affects the services' CPU time, which counts all their processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS = ("plain", "default")
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One answer, and the CPU time that services took meanwhile."""
+    """One answer, and the services' CPU time for it."""
 
     run: Run
     cpu_seconds: float
@@ -69,7 +69,7 @@ class ServedCheckout:
         for line in self._process.stdout or ():
             lines.append(line)
             if found := ADDRESS.search(line):
-                # What services say later must not fill the pipe.
+                # Drain later output, which would otherwise fill the pipe.
                 threading.Thread(target=lambda: list(self._process.stdout or ()), daemon=True).start()
                 return found[1]
         raise RuntimeError("".join(lines))
@@ -80,12 +80,12 @@ class ServedCheckout:
         self._process.wait()
 
     def cpu_seconds(self) -> float:
-        """CPU time of all processes so far."""
+        """Return the CPU time of all processes so far."""
         top = psutil.Process(self._process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (top, *top.children(recursive=True)))
 
     async def answer(self, stub: Any, text: str, max_tokens: int, way: str) -> TimedRun:
-        """One answer."""
+        """Answer a text."""
         before = self.cpu_seconds()
         run = await ours(stub, text, max_tokens, way == "default")
         return TimedRun(run, self.cpu_seconds() - before)
@@ -94,7 +94,7 @@ class ServedCheckout:
 async def measure(
     checkouts: dict[str, ServedCheckout], options: argparse.Namespace
 ) -> dict[tuple[str, str], list[TimedRun]]:
-    """All answers, by checkout and way."""
+    """Return all answers, by checkout and way."""
     questions = pick(read_questions(options.prompts), options.per_category)
     cases = [(name, way) for name in checkouts for way in WAYS]
     found: dict[tuple[str, str], list[TimedRun]] = {case: [] for case in cases}
@@ -116,7 +116,7 @@ async def measure(
 
 
 def rows_of(found: dict[tuple[str, str], list[TimedRun]]) -> list[Row]:
-    """Totals of each checkout and way, and the later checkout over the earlier one."""
+    """Return the totals of each checkout and way, and the ratios of the later checkout to the earlier one."""
     rows = [Row("all", "load_average", os.getloadavg()[1], "processes")]
     for (name, way), answers in found.items():
         case = f"smollm2-135m {way} b1 greedy {name}"
@@ -136,7 +136,7 @@ def rows_of(found: dict[tuple[str, str], list[TimedRun]]) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Run all questions and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="folder of the earlier checkout")
     parser.add_argument("--after", type=Path, default=HERE, help="folder of the later one")

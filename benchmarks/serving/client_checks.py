@@ -1,9 +1,9 @@
-"""What other projects' clients make of a running gateway. Runs in an environment with those clients, and prints JSON.
+"""Check a running gateway with other projects' clients. Runs in an environment with those clients, and prints JSON.
 
 python -m benchmarks.serving.client_checks CHECK --rest http://127.0.0.1:8000 --grpc 127.0.0.1:50051
 
-Nothing of this project is imported: requirements-clients.txt, or a file of client_requirements, is all that it needs. A
-client that does not get what it expects raises.
+Imports nothing of this project, and only needs requirements-clients.txt or a file of client_requirements. A client
+that does not get what it expects raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAT = "Repeat this list:\n- red apples\n- brown eggs\n- rye bread"
 
 
 def lm_eval(rest: str, _grpc: str) -> dict[str, Any]:
-    """lm-eval's local-completions on local tasks: choices, last words, whole texts, and generated answers."""
+    """Run lm-eval's local-completions on local tasks: choices, last words, whole texts, and generated answers."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -60,7 +60,7 @@ def lm_eval(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def langchain(rest: str, _grpc: str) -> dict[str, Any]:
-    """LangChain's OpenAI chat model: whole, streamed, in a batch, with log-probabilities, and too long a prompt."""
+    """Ask LangChain's OpenAI model: whole, streamed, in a batch, with log-probabilities, with too long a prompt."""
     from langchain_core.exceptions import ContextOverflowError
     from langchain_core.messages import HumanMessage, SystemMessage
     from langchain_openai import ChatOpenAI
@@ -91,7 +91,7 @@ def langchain(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def openai(rest: str, _grpc: str) -> dict[str, Any]:
-    """OpenAI's own client: chat and completions, whole and streamed, errors."""
+    """Use OpenAI's own client: chat and completions, whole and streamed, and errors."""
     import openai as library
 
     client = library.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
@@ -126,7 +126,7 @@ def openai(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def openai_tools(rest: str, _grpc: str) -> dict[str, Any]:
-    """OpenAI's own client with tools: a forced call, streamed, parsed into a model, its result sent back; a choice."""
+    """Use OpenAI's client with tools: a forced call, streamed, parsed into a model, its result sent back; a choice."""
     import openai as library
 
     report = weather_report()
@@ -159,7 +159,7 @@ def openai_tools(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def langchain_tools(rest: str, _grpc: str) -> dict[str, Any]:
-    """LangChain's bind_tools: a call that is asked for, streamed, its result sent back, a choice; structured output."""
+    """Use LangChain's bind_tools: a forced call, streamed, its result sent back; a choice; structured output."""
     from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -189,7 +189,7 @@ def langchain_tools(rest: str, _grpc: str) -> dict[str, Any]:
     require([call["args"] for call in merged.tool_calls] == [forced["any"]], "the stream differs")
     result = weather_of.invoke(answer.tool_calls[0])
     require(isinstance(result, ToolMessage), "no message of a tool")
-    # The model may call once more or say something: either is an answer.
+    # The model may call again or say something: either one is an answer.
     chosen = model.bind_tools([weather_of]).invoke([question, answer, result])
     require(bool(chosen.content or chosen.tool_calls or chosen.invalid_tool_calls), "neither words nor a call")
     report = weather_report()
@@ -200,7 +200,7 @@ def langchain_tools(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def pydantic_ai(rest: str, _grpc: str) -> dict[str, Any]:
-    """pydantic-ai's agents: their default output, which is a call of a tool, whole and streamed; tools beside text."""
+    """Run pydantic-ai's agents: their default output (a tool call), whole and streamed; tools beside text."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -228,7 +228,7 @@ def pydantic_ai(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def instructor(rest: str, _grpc: str) -> dict[str, Any]:
-    """instructor's TOOLS mode, and its strict one: a model, the same in parts, and several of them."""
+    """Use instructor's TOOLS mode and its strict mode: a model, the same in parts, and several models."""
     import instructor as library
     import openai
 
@@ -252,7 +252,7 @@ def instructor(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def litellm(rest: str, _grpc: str) -> dict[str, Any]:
-    """litellm's completion with tools: a forced call, streamed and put together, its result sent back, a choice."""
+    """Use litellm's completion with tools: a forced call, streamed and joined, its result sent back; a choice."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm as library
 
@@ -292,7 +292,7 @@ def litellm(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def weather_report() -> Any:
-    """The class of a report, which clients turn into a tool."""
+    """Return the class of a report, which clients turn into a tool."""
     from pydantic import BaseModel
 
     class WeatherReport(BaseModel):
@@ -305,7 +305,7 @@ def weather_report() -> Any:
 
 
 def load_generator(rest: str, _grpc: str) -> dict[str, Any]:
-    """As vLLM's load generator works: ready check, model, streamed completions, counters before and after."""
+    """Follow vLLM's load generator: ready check, model, streamed completions, counters before and after."""
     import requests
 
     model = requests.get(f"{rest}/v1/models", timeout=30).json()["data"][0]
@@ -340,7 +340,7 @@ def load_generator(rest: str, _grpc: str) -> dict[str, Any]:
 
 
 def spec_counters(rest: str) -> dict[str, Any]:
-    """Counters of speculation, found by the beginning of their lines as load generators find them."""
+    """Return the counters of speculation, found by the beginning of their lines as load generators do."""
     import requests
 
     found: dict[str, Any] = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0, "per_pos": {}}
@@ -359,7 +359,7 @@ def spec_counters(rest: str) -> dict[str, Any]:
 
 
 def health(_rest: str, grpc_address: str) -> dict[str, Any]:
-    """grpc-health-checking's client: Check and Watch of each service's name, and of one that is not there."""
+    """Use grpc-health-checking's client: Check and Watch of each service's name, and of an unknown one."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -394,7 +394,7 @@ CHECKS: dict[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] 
 
 
 def model_name(rest: str) -> str:
-    """The served model."""
+    """Return the name of the served model."""
     import requests
 
     return str(requests.get(f"{rest}/v1/models", timeout=30).json()["data"][0]["id"])
@@ -407,7 +407,7 @@ def require(condition: bool, problem: str) -> None:
 
 
 def main() -> None:
-    """Run one check; the last line is its findings."""
+    """Run one check, and print its findings as the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--rest", required=True, help="URL of the REST door")

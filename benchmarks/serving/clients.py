@@ -7,7 +7,7 @@ done
 python -m venv environments/clients && environments/clients/bin/pip install -r requirements-clients.txt
 python -m benchmarks.serving.clients --environments environments --out benchmarks/results/clients_cpu.json
 
-The services run in float32, once with drafts and once without; client_checks.py does what the clients do. lm-eval's
+The services run in float32, once with drafts and once without; client_checks.py runs the clients. lm-eval's
 local-completions must give the same scores and the same samples, bit by bit, both times. Exit code 1 if anything fails.
 """
 
@@ -38,16 +38,16 @@ CHECKS = {
     "health": "clients",
     "lm-eval": "clients",
 }
-"""Each check, and the environment that has its client: not all of them bear the same release of openai."""
+"""Each check, and the environment with its client: clients need different releases of openai."""
 PACKAGES = ("torch", "grpcio", "starlette")
 WORKER = Path(__file__).with_name("client_checks.py")
 
 
 def run_check(python: Path, check: str, cluster: Cluster) -> tuple[dict[str, Any], dict[str, str], float]:
-    """What a client found, the versions of its packages, and its seconds. Raises CalledProcessError."""
+    """Return a client's findings, the versions of its packages, and its seconds. Raises CalledProcessError."""
     start = time.monotonic()
     command = [str(python), str(WORKER), check, "--rest", cluster.rest_url, "--grpc", cluster.gateway_address]
-    # Its own packages alone: not those of the environment that runs this.
+    # The client must only see its own packages, not those of this environment.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +55,7 @@ def run_check(python: Path, check: str, cluster: Cluster) -> tuple[dict[str, Any
 
 
 def rows_of(model: str, mode: str, check: str, found: dict[str, Any]) -> list[Row]:
-    """Figures of one check."""
+    """Return the figures of one check."""
     case = f"{model} {mode} b1 fp32 greedy, {check}"
     rows = [Row(case, "passed", 1.0, "")]
     for task, scores in found.get("scores", {}).items():
@@ -65,7 +65,7 @@ def rows_of(model: str, mode: str, check: str, found: dict[str, Any]) -> list[Ro
 
 
 def main() -> int:
-    """Run all checks and write the report; returns the exit code."""
+    """Run all checks and write the report. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environments", type=Path, required=True, help="folder with the clients' environments")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="model to serve")

@@ -1,7 +1,8 @@
-"""What a profile of compose.yaml starts, as commands and environments of plain processes on this machine.
+"""Translate a profile of compose.yaml to commands and environments of plain processes on this machine.
 
-Only what a container gives is translated: names of services are 127.0.0.1 with a port, paths in volumes and images are
-paths here, a reservation of GPUs is CUDA_VISIBLE_DEVICES. Users, read-only roots and capabilities are left out.
+Only what a container provides is translated: service names become 127.0.0.1 with a port, paths in volumes and images
+become paths here, a reservation of GPUs becomes CUDA_VISIBLE_DEVICES. Users, read-only roots and capabilities are left
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass
 class Image:
-    """What an image of docker/Dockerfile says of a container."""
+    """What an image of docker/Dockerfile defines for a container."""
 
     env: dict[str, str] = field(default_factory=dict)
     entrypoint: list[str] = field(default_factory=list)
@@ -47,15 +48,15 @@ class Planned:
     health: list[str]
     start_period: float
     grace: float
-    """Seconds that it gets to end."""
+    """Seconds that the service gets to end."""
     waits_for: dict[str, str]
-    """Names of services, and what they must be: service_started or service_healthy."""
+    """Names of services, and the state to wait for: service_started or service_healthy."""
     namespaces: dict[str, str]
-    """Of which service it has "ipc" and "pid"; none of its own are made where it has another one's."""
+    """The services whose "ipc" and "pid" namespaces it uses; no namespaces of its own are made in their place."""
 
 
 def images(dockerfile: Path) -> dict[str, Image]:
-    """By target."""
+    """Return the images by target."""
     found: dict[str, Image] = {}
     image = Image()
     for line in re.sub(r"\\\n", " ", dockerfile.read_text()).splitlines():
@@ -76,7 +77,7 @@ def images(dockerfile: Path) -> dict[str, Image]:
 
 
 def read_compose(files: Sequence[Path], variables: Mapping[str, str]) -> dict[str, Any]:
-    """The content of several Compose files over each other. Those that `docker compose config` wrote are understood."""
+    """Merge several Compose files, in order. Output of `docker compose config` is understood, too."""
     content: dict[str, Any] = {}
     for file in files:
         content = _over(content, _interpolate(yaml.safe_load(file.read_text()), variables))
@@ -86,9 +87,9 @@ def read_compose(files: Sequence[Path], variables: Mapping[str, str]) -> dict[st
 def plan(
     content: Mapping[str, Any], profile: str, folder: Path, *, here: Path = ROOT, fixed_ports: bool = False
 ) -> dict[str, Planned]:
-    """The profile's services that are built from docker/Dockerfile, by name, in the order in which they may start.
+    """Return the profile's services that are built from docker/Dockerfile, by name, in a valid start order.
 
-    `folder` takes what volumes hold; relative paths are below `here`. With `fixed_ports` each port is the container's.
+    Volumes lie in `folder`; relative paths are below `here`. With `fixed_ports` each port is the container's.
     """
     built = images(ROOT / "docker" / "Dockerfile")
     services = {
@@ -122,7 +123,7 @@ def plan(
 
 
 class _Doors:
-    """Addresses inside the network as addresses of this machine."""
+    """Translates addresses inside the network to addresses of this machine."""
 
     def __init__(self, names: Mapping[str, set[str]], fixed: bool) -> None:
         self._owner = {alias: name for name, aliases in names.items() for alias in aliases}
@@ -130,7 +131,7 @@ class _Doors:
         self._ports: dict[tuple[str, str], int] = {}
 
     def here(self, name: str, value: str) -> str:
-        """A value of the service's environment with addresses of this machine."""
+        """Return a value of the service's environment with addresses of this machine."""
 
         def translate(match: re.Match[str]) -> str:
             owner = name if match[1] == "0.0.0.0" else self._owner.get(match[1])
@@ -166,7 +167,7 @@ def _environment(service: Mapping[str, Any], image: Image, here: Path) -> dict[s
 def _places(
     service: Mapping[str, Any], secrets: Mapping[str, Any], folder: Path, here: Path
 ) -> Iterator[tuple[str, Path]]:
-    """Paths in the container, and what they are here."""
+    """Yield paths in the container, and the paths here in their place."""
     yield "/opt/outrider", ROOT
     for volume in service.get("volumes", ()):
         parts = volume.split(":") if isinstance(volume, str) else (volume["source"], volume["target"])
@@ -180,7 +181,7 @@ def _places(
 
 
 def _at(value: str, places: Sequence[tuple[str, Path]]) -> str:
-    """A path in the container as one of this machine; any other value as it is."""
+    """Return a path in the container as a path on this machine, and any other value as it is."""
     for inside, outside in places:
         if value == inside or value.startswith(f"{inside}/"):
             return str(outside.resolve()) + value[len(inside) :]
@@ -188,7 +189,7 @@ def _at(value: str, places: Sequence[tuple[str, Path]]) -> str:
 
 
 def _runnable(command: Sequence[str]) -> list[str]:
-    """With this interpreter, and with the module that docker/outrider runs."""
+    """Return the command with this interpreter, and with the module that docker/outrider runs."""
     first = {"python": [sys.executable], "outrider": [sys.executable, "-m", "outrider.cli"]}
     return [*first.get(command[0], [command[0]]), *command[1:]] if command else []
 
@@ -226,7 +227,7 @@ def _devices(service: Mapping[str, Any]) -> list[str]:
 
 
 def _interpolate(value: Any, variables: Mapping[str, str]) -> Any:
-    """Compose's ${NAME}, ${NAME:-default}, ${NAME-default} and $$ in all texts."""
+    """Replace Compose's ${NAME}, ${NAME:-default}, ${NAME-default} and $$ in all texts."""
 
     def replace(match: re.Match[str]) -> str:
         if match[1]:
@@ -242,7 +243,7 @@ def _interpolate(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Mappings are merged, lists follow each other, anything else is replaced."""
+    """Merge two values: mappings are merged, lists concatenated, anything else is replaced by `above`."""
     if isinstance(below, dict) and isinstance(above, dict):
         return {**below, **{key: _over(below.get(key), one) for key, one in above.items()}}
     return [*below, *above] if isinstance(below, list) and isinstance(above, list) else above

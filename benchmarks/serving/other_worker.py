@@ -1,8 +1,8 @@
-"""Another engine in a process of its own: a request per line on stdin, its figures per line on stdout.
+"""Another engine in its own process: reads a request per line from stdin, writes its figures per line to stdout.
 
-Arguments: `transformers` with a model folder and a dtype, or `llamacpp` with a GGUF file. A line in: {"prompt",
-"max_tokens"}; out: {"tokens", "seconds"}. Apart from the services, so that each side keeps the OpenMP settings that
-suit it.
+Arguments: `transformers` with a model folder and a dtype, or `llamacpp` with a GGUF file. Input: {"prompt",
+"max_tokens"}; output: {"tokens", "seconds"}. It is separate from the services so that each side keeps the OpenMP
+settings that suit it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 Answer = Callable[[str, int], tuple[int, float]]
-"""A prompt and the most tokens of its answer, to the answer's tokens and seconds."""
+"""Takes a prompt and the most tokens of its answer; returns the answer's tokens and seconds."""
 
 
 def transformers_engine(folder: str, dtype: str) -> Answer:
-    """transformers.generate, without the time of the tokenizer."""
+    """Return transformers.generate as an engine; times exclude the tokenizer."""
     import torch
     import transformers
 
@@ -40,7 +40,7 @@ def transformers_engine(folder: str, dtype: str) -> Answer:
 
 
 def llama_cpp_engine(file: str) -> Answer:
-    """llama.cpp through `xllamacpp`."""
+    """Return llama.cpp as an engine, through `xllamacpp`."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()

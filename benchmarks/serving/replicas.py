@@ -1,13 +1,13 @@
-"""Replicas of a verify service behind one gateway, under load, of one of which a rank is killed.
+"""Replicas of a verify service behind one gateway, under load; a rank of one replica is killed.
 
 python -m benchmarks.serving.replicas --model /models/llama-70b-fp8 --verify-device cuda:0 \
     --verify-option=--tensor-parallel-size=2 --minutes 4 --out benchmarks/results/replicas_h200x4.json
 
-Each replica has GPUs of its own: `--verify-device` is the first one of the first, and they follow each other. First
-one stream alone is timed, then `--streams` are kept under way over the gRPC door. After a third of the time a rank of
-the first replica gets SIGKILL (the service itself where there is one rank); that replica is started again as a
-supervisor would. Exit code 1 if a request failed that was not running on that replica when the rank died, if more
-failed than ran there, or if the replica did not come back.
+Each replica has its own GPUs: `--verify-device` is the first one of the first replica, and the others follow. A single
+stream is timed first, then `--streams` are kept running over the gRPC door. After a third of the time, a rank of the
+first replica gets SIGKILL (the service itself if there is only one rank); the replica is started again as a supervisor
+would. Exit code 1 if a request failed that was not running on that replica when the rank died, if more requests failed
+than ran there, or if the replica did not come back.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Fault:
-    """What befell the first replica, in seconds of the load."""
+    """What happened to the first replica, in seconds of the load."""
 
     killed_at: float = 0.0
     back_at: float = 0.0
-    """When it had committed tokens again; 0 if it did not."""
+    """When the replica committed tokens again; 0 if it did not."""
     num_running: int = 0
-    """Requests that it had when the rank was killed."""
+    """Requests on the replica when the rank was killed."""
     what: str = ""
 
 
 def replica_options(arguments: argparse.Namespace) -> list[VerifyOptions]:
-    """What each replica is told."""
+    """Return the options of each replica."""
     options = verify_options(arguments, [f"--max-running-requests={arguments.streams}"])
     numbers = range(arguments.replicas)
     match = re.fullmatch(r"cuda:(\d+)", arguments.verify_device)
@@ -64,7 +64,7 @@ def replica_options(arguments: argparse.Namespace) -> list[VerifyOptions]:
 
 
 def start(arguments: argparse.Namespace, stack: ExitStack) -> tuple[list[Cluster], Cluster]:
-    """The replicas, and the gateway before them, until the stack closes."""
+    """Start the replicas, and a gateway for them, until the stack closes."""
     replicas = [
         Cluster(verify=options, services=("verify",), supervise=True, on_line=printer(arguments.verbose))
         for options in replica_options(arguments)
@@ -80,7 +80,7 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> tuple[list[Cluster
 
 
 def kill_rank(replica: Cluster) -> str:
-    """Kill the last rank of a replica, or the service where it has one alone; says what it was."""
+    """Kill a replica's last rank, or the service if it has only one. Return in words what was killed."""
     family = psutil.Process(replica.verify.pid).children(recursive=True)
     ranks = [child for child in family if "verify_service.engine.rank_worker" in child.cmdline()]
     if ranks:
@@ -91,7 +91,7 @@ def kill_rank(replica: Cluster) -> str:
 
 
 async def disturb(replica: Cluster, after: float, begin: float) -> Fault:
-    """Kill a rank after so many seconds, and wait until its replica commits tokens again."""
+    """Kill a rank after `after` seconds, and wait until its replica commits tokens again."""
     await asyncio.sleep(after)
     page = await asyncio.to_thread(MetricsPage.read, replica.metrics_url("verify"))
     fault = Fault(num_running=round(page.total("outrider_verify_running_requests")))
@@ -111,7 +111,7 @@ async def disturb(replica: Cluster, after: float, begin: float) -> Fault:
 async def drive(
     replicas: Sequence[Cluster], gateway: Cluster, arguments: argparse.Namespace
 ) -> tuple[float, LoadRun, Fault]:
-    """Tokens a second of a lone stream, the load, and the fault in it."""
+    """Return tokens a second of a single stream, the load, and its fault."""
     client = GrpcClient(gateway.gateway_address, RequestOptions(ignore_eos=True))
     prompts = make_prompts(arguments.prompts, arguments.max_tokens, seed=0)
     try:
@@ -129,19 +129,19 @@ async def drive(
 
 
 def stream_speed(records: Sequence[RequestRecord]) -> float:
-    """Tokens a second of one answer after another, prompts aside."""
+    """Return tokens a second of one answer after another, without prompts."""
     seconds = sum(record.arrivals[-1][0] - record.arrivals[0][0] for record in records if record.arrivals)
     return sum(record.tokens - record.arrivals[0][1] for record in records if record.arrivals) / max(seconds, 1e-9)
 
 
 def speed(run: LoadRun, start: float, end: float) -> float:
-    """Tokens a second that came in this part of the load."""
+    """Return tokens a second in this part of the load."""
     tokens = sum(count for record in run.records for at, count in record.arrivals if start <= at < end)
     return tokens / max(end - start, 1e-9)
 
 
 def rows_of_run(case: str, alone: float, run: LoadRun, fault: Fault) -> list[Row]:
-    """Speeds, and what failed."""
+    """Return rows with speeds and failures."""
     failed = [record for record in run.records if record.error]
     figures = [
         ("lone_stream_tokens_per_second", alone, "tokens/s"),
@@ -158,7 +158,7 @@ def rows_of_run(case: str, alone: float, run: LoadRun, fault: Fault) -> list[Row
 
 
 def main() -> int:
-    """Run, judge and report."""
+    """Run the load, judge it and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=5.0, help="of load")

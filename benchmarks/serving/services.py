@@ -1,10 +1,10 @@
-"""The main job on one machine: gateway, verify and draft as processes, against plain decoding and transformers.
+"""The main case on one machine: gateway, verify and draft as processes, against plain decoding and transformers.
 
 python -m benchmarks.serving.services --out benchmarks/results/services_cpu.json
 
 For every prompt, one after the other: transformers.generate, our plain decoding (speculation off) and our speculative
-decoding, the last two through the gateway's gRPC door and in alternating order. Greedy, end of sequence obeyed, the
-radix cache off, so that no run profits from another one's prefill. Each prompt is drafted for once, so the n-gram
+decoding; the last two go through the gateway's gRPC door, in alternating order. Greedy, the end of sequence obeyed, the
+radix cache off, so that no run benefits from another one's prefill. Each prompt is drafted for once, so the n-gram
 drafter never sees a prompt's own answer. Times run from the request to the last token.
 """
 
@@ -47,7 +47,7 @@ class Run:
 
 
 def request(prompt: str, max_tokens: int, speculate: bool) -> gateway_pb2.GatewayServiceGenerateRequest:
-    """A greedy user turn."""
+    """Return a greedy request with one user turn."""
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
         sampling=common_pb2.SamplingParams(temperature=0),
@@ -57,7 +57,7 @@ def request(prompt: str, max_tokens: int, speculate: bool) -> gateway_pb2.Gatewa
 
 
 async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
-    """One answer from the gateway."""
+    """Get one answer from the gateway."""
     start, usage = time.perf_counter(), None
     async for response in stub.Generate(request(prompt, max_tokens, speculate)):
         usage = response.usage if response.HasField("usage") else usage
@@ -68,11 +68,11 @@ async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
 
 
 class Worker:
-    """Another way to answer in a process of its own, with OpenMP as it comes: an engine of other_worker.py."""
+    """An engine of other_worker.py in its own process, with OpenMP's default settings."""
 
     @classmethod
     def transformers(cls, dtype: str) -> Self:
-        """transformers.generate with the default model."""
+        """Return a worker for transformers.generate with the default model."""
         return cls("transformers", str(resolve_model(DEFAULT_MODEL)), dtype)
 
     def __init__(self, engine: str, *arguments: str) -> None:
@@ -80,7 +80,7 @@ class Worker:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def generate(self, prompt: str, max_tokens: int) -> Run:
-        """One answer."""
+        """Get one answer."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the worker has no pipes")
         self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}) + "\n")
@@ -95,7 +95,7 @@ class Worker:
 async def measure(
     cluster: Cluster, prompts: list[dict[str, str]], max_tokens: int, dtype: str
 ) -> dict[str, list[tuple[str, Run, Run, Run]]]:
-    """Per kind of prompt: its name and the runs of transformers, plain and speculative decoding."""
+    """Return for each kind of prompt its name and the runs of transformers, plain and speculative decoding."""
     reference = Worker.transformers(dtype)
     channel = open_channel(cluster.gateway_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -117,12 +117,12 @@ async def measure(
 
 
 def rate(runs: list[Run]) -> float:
-    """Tokens per second over all of `runs`."""
+    """Return the tokens per second over all of `runs`."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def print_line(name: str, baseline: Run, plain: Run, drafted: Run) -> None:
-    """One line of the table on the terminal."""
+    """Print one line of the table."""
     accept = drafted.tokens / max(drafted.rounds, 1)
     print(
         f"{name:24} transformers {rate([baseline]):6.1f}  plain {rate([plain]):6.1f}  ngram {rate([drafted]):6.1f} "
@@ -132,7 +132,7 @@ def print_line(name: str, baseline: Run, plain: Run, drafted: Run) -> None:
 
 
 def rows_of(kind: str, runs: list[tuple[str, Run, Run, Run]], dtype: str) -> list[Row]:
-    """Result rows of one kind of prompt, and of each prompt's speed-up."""
+    """Return result rows of one kind of prompt, and of each prompt's speed-up."""
     baseline, plain, drafted = ([run[place] for run in runs] for place in (1, 2, 3))
     case = f"smollm2-135m {{}} split b1 {SHORT[dtype]} greedy {kind}"
     per_prompt = {name: rate([fast]) / rate([slow]) for name, _, slow, fast in runs}
@@ -152,7 +152,7 @@ def rows_of(kind: str, runs: list[tuple[str, Run, Run, Run]], dtype: str) -> lis
 
 
 def memory_rows(cluster: Cluster) -> list[Row]:
-    """Peak resident memory and processor time of each service; of verify, of its engine process too."""
+    """Return peak resident memory and processor time of each service and of its engine process."""
     rows = []
     for name in cluster.services:
         process = psutil.Process(cluster.children[name].pid)
@@ -166,7 +166,7 @@ def memory_rows(cluster: Cluster) -> list[Row]:
 
 
 async def main() -> None:
-    """Run and report."""
+    """Run all prompts and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompts", type=Path, default=PROMPTS)

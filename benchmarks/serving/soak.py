@@ -1,14 +1,14 @@
-"""A long run under mixed load: nothing leaks in either service, and no request fails.
+"""A long run under mixed load: neither service leaks, and no request fails.
 
 python -m benchmarks.serving.soak --minutes 30 --out benchmarks/results/soak_cpu.json
 python -m benchmarks.serving.soak --minutes 8 --model /models/llama-8b --verify-device cuda:0 --draft-device cuda:1 \
     --draft-option=--speculative-algorithm=STANDALONE --draft-option=--speculative-draft-model-path=/models/noisy-0.10
 
 Clients ask for answers of random length, temperature and kind; a third of the requests is cancelled half-way. KV memory
-is scarce, so that requests are preempted. The load runs in `--spells` parts. After each the services are left alone
-until they are idle: then pages, running requests, and requests and nodes of the draft must be none, and memory of
-each process, on the machine and on GPUs, may have grown since the second spell by no more than `--allow-mib` and 5 %.
-Exit code 1 on a leak, a failed request, or a load that preempted none.
+is scarce, so that requests are preempted. The load runs in `--spells` parts. After each one the services are left alone
+until they are idle: then there must be no used pages, running requests, or requests and nodes of the draft, and each
+process's memory, on the host and on GPUs, may have grown since the second spell by at most `--allow-mib` and 5 %.
+Exit code 1 on a leak, a failed request, or a load without preemptions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outrider_tools.bench.report import Row, write_report
 CANCELLED_SHARE = 0.3
 PLAIN_SHARE = 0.15
 MANY_SHARE = 0.1
-"""Requests that ask for two answers."""
+"""Share of requests that ask for two answers."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class SoakLoad:
     failures: list[str] = field(default_factory=list)
 
     async def run(self, seconds: float) -> None:
-        """Ask for `seconds`; returns when the last answer is complete."""
+        """Ask for `seconds`, then wait for the last answer to complete."""
         channel = open_channel(self.address)
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         end = time.monotonic() + seconds
@@ -77,7 +77,7 @@ class SoakLoad:
             self.counts["complete" if finished else "cancelled"] += 1
 
     async def _read(self, call: Any, patience: int) -> bool:
-        """Read an answer, or cancel it after so many messages; whether it came to its end."""
+        """Read an answer, or cancel it after `patience` messages. Return whether it came to its end."""
         seen = 0
         async for response in call:
             self.counts["tokens"] += len(response.token_ids)
@@ -112,10 +112,10 @@ AT_REST = {
     "verify": ("outrider_verify_running_requests", "outrider_verify_waiting_requests", "outrider_verify_kv_pages_used"),
     "draft": ("outrider_draft_open_requests", "outrider_draft_live_nodes"),
 }
-"""Gauges that must be 0 when nobody asks for anything; of the draft, all that a drafter adds with such a name too."""
+"""Gauges that must be 0 when no request is left; a drafter may add more to the draft's, by DRAFTER_WORDS."""
 DRAFTER_WORDS = ("used", "open", "live", "rows")
 WARM_SPELLS = 2
-"""Spells until caches are full and every part of KV memory was used: what grows from then on leaks."""
+"""Spells until caches are full and all KV memory was used: growth after that is a leak."""
 
 
 @dataclass
@@ -124,12 +124,12 @@ class Rest:
 
     gauges: dict[str, float]
     costs: dict[str, Cost]
-    """By service."""
+    """Costs by service."""
     counts: dict[str, int] = field(default_factory=dict)
 
 
 def at_rest(page: MetricsPage, service: str) -> dict[str, float]:
-    """Gauges of a service that must come back to 0."""
+    """Return a service's gauges that must come back to 0."""
     found = {name: page.gauges[name] for name in AT_REST[service] if name in page.gauges}
     for name, value in page.gauges.items():
         words = name.removeprefix("outrider_draft_").split("_")
@@ -139,7 +139,7 @@ def at_rest(page: MetricsPage, service: str) -> dict[str, float]:
 
 
 def settle(cluster: Cluster) -> Rest:
-    """Wait until nothing is left, or as long as that may take; what is there then."""
+    """Wait until the services are idle, or time is over. Return their state then."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
         gauges: dict[str, float] = {}
@@ -151,7 +151,7 @@ def settle(cluster: Cluster) -> Rest:
 
 
 def grown(before: Cost, after: Cost, allowed_mib: float) -> list[str]:
-    """Memory of a service that grew by more than is allowed, in words."""
+    """Return in words which memory of a service grew by more than is allowed."""
     found = []
     for name in ("resident_mib", "gpu_mib"):
         old, new = getattr(before, name), getattr(after, name)
@@ -161,14 +161,14 @@ def grown(before: Cost, after: Cost, allowed_mib: float) -> list[str]:
 
 
 def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
-    """What leaked, in words."""
+    """Return in words what leaked."""
     leaks = [
         f"after spell {number}: {name} is {value:g}, not 0"
         for number, rest in enumerate(rests)
         for name, value in rest.gauges.items()
         if value
     ]
-    # The first rest is the one before all spells.
+    # The first rest comes before all spells.
     if len(rests) > WARM_SPELLS + 1:
         for service, cost in rests[-1].costs.items():
             leaks += [f"{service}: {text}" for text in grown(rests[WARM_SPELLS].costs[service], cost, allowed_mib)]
@@ -176,7 +176,7 @@ def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
 
 
 def services(arguments: argparse.Namespace) -> Cluster:
-    """With little KV memory, and tries that are full soon."""
+    """Return services with little KV memory, and small tries that fill soon."""
     verify = ["--disable-radix-cache", f"--max-total-tokens={arguments.kv_tokens}"]
     verify.append(f"--context-length={arguments.kv_tokens // 2}")
     draft = [f"--target-model-path={arguments.model}", "--capacity=8192"]
@@ -184,7 +184,7 @@ def services(arguments: argparse.Namespace) -> Cluster:
 
 
 def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], SoakLoad]:
-    """All spells; the services at idle before the first and after each."""
+    """Run all spells. Return the services' state at idle, before the first spell and after each one."""
     prompts = read_prompts(arguments.prompts)
     load = SoakLoad(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
     rests = [settle(cluster)]
@@ -203,7 +203,7 @@ def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], So
 
 
 def rows_of(rests: list[Rest], load: SoakLoad, page: MetricsPage, label: str, minutes: float) -> list[Row]:
-    """Result rows."""
+    """Return the result rows."""
     rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
     rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]
     for name in ("preemptions", "rounds", "draft_tokens", "accepted_tokens"):
@@ -218,7 +218,7 @@ def rows_of(rests: list[Rest], load: SoakLoad, page: MetricsPage, label: str, mi
 
 
 def main() -> int:
-    """Run, judge and report."""
+    """Run the load, judge it and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--spells", type=int, default=6)

@@ -1,9 +1,9 @@
-"""Accept lengths on equal texts: of trees that grow inside the round, of lockstep, of n-grams, and of both together.
+"""Accept lengths on equal texts: of trees grown inside the round, of lockstep, of n-grams, and of combinations.
 
-A target's greedy text is taken as given, and each drafter is asked in turn, behind what it had right, which nodes it
-has for the next round. So no other text is part of the comparison, and the target is run once. Drafting inside the
-round is `RoundDrafter` with the references of its kernels; lockstep and n-grams are the draft service's own growers.
-With `--ngram` a round also takes the nodes of n-grams.
+A target's greedy text is given. Each drafter is asked in turn, after what it got right, which nodes it has for the next
+round. So no other text takes part in the comparison, and the target runs only once. Drafting inside the round is
+`RoundDrafter` with the reference versions of its kernels; lockstep and n-grams are the draft service's own growers.
+With `--ngram` a round takes the nodes of n-grams, too.
 
 python -m benchmarks.simulate.accept --model SmolLM2-135M-Instruct --draft models/SmolLM2-135M-Instruct-EAGLE3 \
     --prompts mt_bench.jsonl --steps 5 --topk 8 --nodes 31 --out benchmarks/results/accept_eagle3_cpu.json
@@ -54,27 +54,27 @@ _CREDIT = 256
 _CPU = torch.device("cpu")
 
 Paths = set[tuple[int, ...]]
-"""A tree: of each node the tokens from below the root to it."""
+"""A tree: for each node, the tokens from below the root to the node."""
 
 
 class WrittenText(NamedTuple):
-    """What a target wrote."""
+    """A text that the target wrote."""
 
     tokens: list[int]
     prompt_len: int
     features: Tensor | None
-    """[tokens, layers * hidden] of the target, as the draft model takes them before `project`."""
+    """The target's features [tokens, layers * hidden], as the draft model takes them before `project`."""
 
 
 class Drafting(Protocol):
     """A drafter of one text."""
 
     def commit(self, count: int) -> Paths:
-        """The text's next `count` tokens are committed; returns what the next round would verify."""
+        """Commit the text's next `count` tokens. Return the tree that the next round would verify."""
 
 
 class Inside:
-    """Drafting inside the round, behind rounds that commit what the text says. Slots are positions."""
+    """Drafting inside the round, after rounds that commit the text. Slots are positions."""
 
     def __init__(self, text: WrittenText, model: DraftModel, steps: int, topk: int, num_nodes: int) -> None:
         pages = -(-(len(text.tokens) + 64) // PAGE)
@@ -137,7 +137,7 @@ class Inside:
 
 
 class LockstepDraft:
-    """A draft service's requests, of which this text is one; told each commit, and asked when it has come to rest."""
+    """A draft service with this text as a request. It is told each commit, and asked once it has settled."""
 
     def __init__(self, text: WrittenText, requests: Requests, vocab_size: int) -> None:
         self._text, self._requests, self._said = text, requests, list[DraftMessage]()
@@ -163,7 +163,7 @@ class LockstepDraft:
         return {path for path in paths.values() if path}
 
     def _settle(self) -> None:
-        """Send the features that there are, and let the trees grow until there is nothing to do."""
+        """Send the available features, and let the trees grow until there is nothing to do."""
         features, end = self._text.features, len(self._tokens) - 1
         if features is not None:
             data = features[self._sent : end].contiguous().numpy().tobytes()
@@ -183,7 +183,7 @@ class LockstepDraft:
 
 
 def lockstep(text: WrittenText, model: DraftModel, options: DraftOptions) -> LockstepDraft:
-    """A draft service in lockstep, of the shape that it has on a GPU."""
+    """Return a draft service in lockstep, with the shape that it has on a GPU."""
     topk = options.speculative_eagle_topk
     shape = BurstShape(
         num_rows=1,
@@ -203,13 +203,13 @@ def lockstep(text: WrittenText, model: DraftModel, options: DraftOptions) -> Loc
 
 
 def ngrams(text: WrittenText, vocab_size: int) -> LockstepDraft:
-    """A draft service of n-grams that knows this text alone."""
+    """Return an n-gram draft service that knows only this text."""
     options = DraftOptions(speculative_algorithm=("NGRAM",))
     return LockstepDraft(text._replace(features=None), Requests(build_drafter(options), options), vocab_size)
 
 
 def rounds(text: WrittenText, draftings: Sequence[Drafting]) -> Iterator[int]:
-    """Tokens that each round commits which takes the trees of all of `draftings`, each node once."""
+    """Yield the tokens that each round commits if it takes the trees of all `draftings`, each node once."""
     at, count = text.prompt_len, 1
     while True:
         at += count
@@ -224,7 +224,7 @@ def rounds(text: WrittenText, draftings: Sequence[Drafting]) -> Iterator[int]:
 
 
 def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int, layers: Sequence[int]) -> WrittenText:
-    """The target's greedy answer, past the end of sequence as benchmarks have it, and its features."""
+    """Return the target's greedy answer, past the end of sequence as in benchmarks, and its features."""
     told = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
     )
@@ -242,7 +242,7 @@ def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int,
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--algorithm", default="EAGLE3")

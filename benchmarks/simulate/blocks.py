@@ -1,10 +1,10 @@
-"""Whether a draft with a block head should prepare for what a round may commit, or wait for its features.
+"""Should a draft with a block head prepare for what a round may commit, or wait for the features of the commit?
 
-A target's greedy texts are taken as given, and decoded in rounds of trees from blocks with all features. After each
-round it is asked what a tree below the new root is worth that is there at once: read on from the block of the root
-before, or from a block that lacks the features which come with the commit. And how often the root is among the
-likeliest nodes that were not verified, for which blocks could have been prepared. Then the texts are decoded by
-policies that wait for the root's own block always, never, or where no nodes are left; speeds follow from given times.
+A target's greedy texts are given, and decoded in rounds of trees from blocks with all features. After each round, two
+things are measured: the value of a tree below the new root that is available at once, either continued from the
+previous root's block, or from a block without the features that come with the commit; and how often the root is among
+the likeliest nodes that were not verified, for which blocks could have been prepared. Then the texts are decoded by
+policies that wait for the root's own block always, never, or if no nodes are left; speeds follow from given times.
 
 python -m benchmarks.simulate.blocks --model SmolLM2-135M-Instruct --draft HEAD --prompts mt_bench.jsonl
 """
@@ -38,9 +38,9 @@ from outrider_tools.training.rollout import CandidateRanker
 
 _CPU = torch.device("cpu")
 CANDIDATES, MOST_NODES = 16, 256
-"""Children of a node, and nodes of a tree, that a draft service has at most."""
+"""Most children of a node, and most nodes of a tree, in a draft service."""
 ROUND_MS, SOONER_MS = 4.5, 0.6
-"""A round of an 8B target on an H200 with its gap; how much sooner an answer comes without features and block."""
+"""A round of an 8B target on an H200 with its gap; the time that an answer without features and block saves."""
 WAITS_MS = (0.6, 1.0, 1.5, 2.0, 3.0)
 POLICIES = ("read on", "wait without nodes", "wait")
 
@@ -58,7 +58,7 @@ class GuessedNode:
 
 
 def ranked(tree: Tree) -> Iterator[tuple[Tree, int]]:
-    """Nodes by path score, best first, each as the children that it is of and its token."""
+    """Yield nodes by path score, best first, each as the children dict that holds it and its token."""
     order = count()
     heap = [(-node.edge, next(order), tree, token) for token, node in tree.items()]
     heapq.heapify(heap)
@@ -71,7 +71,7 @@ def ranked(tree: Tree) -> Iterator[tuple[Tree, int]]:
 
 
 def best(tree: Tree, most: int) -> Tree:
-    """The best nodes of a tree."""
+    """Return a tree of the `most` best nodes."""
     copies: dict[int, Tree] = {id(tree): {}}
     for (above, token), _ in zip(ranked(tree), range(most), strict=False):
         node = copies[id(above)][token] = GuessedNode(above[token].edge)
@@ -80,7 +80,7 @@ def best(tree: Tree, most: int) -> Tree:
 
 
 def walk(tree: Tree, text: Sequence[int]) -> tuple[int, Tree]:
-    """How many tokens of the text a tree holds, and what is below the last."""
+    """Return how many tokens of the text a tree holds, and the children of the last one."""
     for number, token in enumerate(text):
         if token not in tree:
             return number, tree
@@ -89,7 +89,7 @@ def walk(tree: Tree, text: Sequence[int]) -> tuple[int, Tree]:
 
 
 def merge(tree: Tree, other: Tree) -> None:
-    """Nodes that are there do not change."""
+    """Add the nodes of `other` to `tree`; nodes that exist already do not change."""
     for token, node in other.items():
         if token in tree:
             merge(tree[token].below, node.below)
@@ -98,10 +98,10 @@ def merge(tree: Tree, other: Tree) -> None:
 
 
 class SeenBlock(AttentionBackend, AttentionPlan):
-    """Attention of one block: to a context that is given, and to all of itself."""
+    """Attention of one block, to a given context and to all of the block itself."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Both [layers, T, kv_heads, head_dim]."""
+        """`keys` and `values` are [layers, T, kv_heads, head_dim]."""
         self._keys, self._values = keys, values
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
@@ -135,9 +135,9 @@ class BlockText:
         return self._head.block.size
 
     def block(self, start: int, root: int, seen: int, given: Tensor | None = None) -> Tensor:
-        """Rows [size, hidden] of the block of a root, of which the text's tokens from `start` on are part.
+        """Return rows [size, hidden] of a root's block, which also contains the text's tokens from `start` on.
 
-        It sees the true features of positions below `seen`, and behind these features that are `given`, [N, hidden].
+        The block sees the true features of positions below `seen`, followed by the features `given`, [N, hidden].
         """
         head, known = self._head, self.tokens[start : root + 1]
         keys, values = (one[:, :seen] for one in self._context)
@@ -153,13 +153,13 @@ class BlockText:
         return head.final_norm(stream)[len(known) - 1 :]
 
     def rows(self, root: int) -> Tensor:
-        """Of the root's block with all features."""
+        """Return the rows of the root's block with all features."""
         if root not in self._rows:
             self._rows[root] = self.block(root, root, root)
         return self._rows[root]
 
     def tree(self, rows: Tensor, block_root: int, root: int, most: int) -> Tree:
-        """The best nodes below `root` that the block of `block_root` has, which is the same or before it."""
+        """Return the best nodes below `root` in the block of `block_root`, which is `root` or an earlier token."""
         head, found, memory = self._head, Tree(), rows.new_zeros(1, self._head.state_size)
         place = root - block_root
         if place >= self.size:
@@ -186,7 +186,7 @@ class BlockText:
         return best(found, most)
 
     def at_once(self, old: int, root: int, num_nodes: int) -> dict[str, Tree]:
-        """Trees below a root without features from position `old` on, the root before; the first one has all."""
+        """Return trees below a root that lack features from the previous root `old` on; only the first one has all."""
         rows = self.rows(old)
         own_rows = rows[torch.arange(root - old).clamp(max=len(rows) - 1)]
         trees = {
@@ -201,7 +201,7 @@ class BlockText:
 
 
 def measure_rounds(text: BlockText, num_nodes: int, found: dict[str, list[float]]) -> None:
-    """Decode a text with all features; note what there would be at once, and where each new root was ranked."""
+    """Decode a text with all features. Note what would be available at once, and the rank of each new root."""
     root, tokens = text.first_root, text.tokens
     while True:
         tree = text.tree(text.rows(root), root, root, MOST_NODES)
@@ -223,7 +223,7 @@ def measure_rounds(text: BlockText, num_nodes: int, found: dict[str, list[float]
 
 
 def decode(text: BlockText, policy: str, num_nodes: int) -> Iterator[tuple[int, str]]:
-    """Of each round the tokens that it commits, and what was waited for before it: "", "block" or "answer"."""
+    """Yield for each round the tokens that it commits, and what it waited for before: "", "block" or "answer"."""
     tokens, root, block = text.tokens, text.first_root, text.first_root
     tree, waited = text.tree(text.rows(root), root, root, MOST_NODES), "block"
     while True:
@@ -244,7 +244,7 @@ def decode(text: BlockText, policy: str, num_nodes: int) -> Iterator[tuple[int, 
 
 
 def report(found: dict[str, list[float]], played: dict[str, list[tuple[int, str]]], label: str) -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     rows = [Row(f"{label} {name}", "mean", sum(values) / len(values), "") for name, values in found.items()]
     for policy, turns in played.items():
         case = f"{label} {policy}"
@@ -260,7 +260,7 @@ def report(found: dict[str, list[float]], played: dict[str, list[tuple[int, str]
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the figures."""
     import transformers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

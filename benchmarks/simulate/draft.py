@@ -1,7 +1,7 @@
-"""The draft service in virtual time: its real engine and growth on a runner whose model is a `Language`.
+"""The draft service in virtual time: its real engine and growth, on a runner whose model is a `Language`.
 
-The runner's device works beside the host: steps are computed when they are queued, and over when their time has come.
-What it holds is in `benchmarks.simulate.pool`. See `benchmarks.simulate.split`.
+The runner's device works in parallel with the host: steps are computed when they are queued, and end at their time.
+`benchmarks.simulate.pool` has the device's memory. See `benchmarks.simulate.split`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.params import SamplingParams
 
 _GLANCE = 3e-6
-"""Seconds between two looks at a device that works."""
+"""Seconds between two checks of a working device."""
 _SESSION = 1
 
 
 class Event:
-    """Where a part of a burst ends, as the host sees it."""
+    """The end of a part of a burst, as the host sees it."""
 
     def __init__(self, actor: Actor, at: float) -> None:
         self._actor = actor
         self.at = at
 
     def query(self) -> bool:
-        """Whether it has come to that; a look takes a moment."""
+        """Whether the end has been reached. A check takes a moment."""
         if self._actor.now < self.at:
             self._actor.wait(min(self._actor.now + _GLANCE, self.at))
         return self._actor.now >= self.at
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the end."""
         self._actor.now = max(self._actor.now, self.at)
 
 
 class SimulatedRunner(runner.BurstRunner):
-    """See BurstRunner. What times it expects is the real runner's own."""
+    """See BurstRunner. Expected times are computed as by the real runner."""
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
         self.shape = BurstShape(
@@ -144,7 +144,7 @@ class SimulatedRunner(runner.BurstRunner):
         pending.event = event
 
     def _work(self, seconds: float, began: float | None = None) -> None:
-        """Queue something on the device."""
+        """Queue work on the device."""
         start = max(self._free_at, self._actor.now if began is None else began)
         self._free_at = start + seconds
         self.busy += seconds
@@ -160,7 +160,7 @@ class SimulatedRunner(runner.BurstRunner):
 
 
 class SimulatedDraftInbox:
-    """Where the engine finds what verify sent: see draft_service.engine.inbox."""
+    """The inbox in which the engine finds verify's messages: see draft_service.engine.inbox."""
 
     def __init__(self, actor: Actor) -> None:
         self.ended: set[int] = set()
@@ -169,12 +169,12 @@ class SimulatedDraftInbox:
         self._heard: list[FromVerify] = []
 
     def next(self) -> FromVerify | None:
-        """The next frame, if there is one."""
+        """Return the next frame, or None."""
         self._heard += self._actor.take()
         return self._heard.pop(0) if self._heard else None
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until something comes."""
+        """Wait until something arrives."""
         self._actor.wait(self._actor.now + (1e9 if timeout is None else timeout))
 
 
@@ -184,7 +184,7 @@ class DraftService:
     def __init__(
         self, actor: Actor, costs: Costs, language: Language, deliver: Callable[[float, list[DraftMessage]], None]
     ) -> None:
-        """`deliver` is told when messages for verify arrive there."""
+        """`deliver` is called with messages for verify, and the time of their arrival there."""
         self.runner = SimulatedRunner(actor, costs, language, 128)
         told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
@@ -198,18 +198,18 @@ class DraftService:
         self._charge()
 
     def live(self) -> None:
-        """Take turns for ever."""
+        """Take turns forever."""
         while True:
             self._engine._turn()
             self._actor.spend("turn", self._costs.turn)
 
     def send(self, messages: list[VerifyMessage]) -> None:
-        """Verify says something, on its own thread and in its own time."""
+        """Send verify's messages, on verify's thread and in verify's time."""
         at = self._actor.other.now + 1e-3 * self._costs.line
         self._actor.post(at, FromVerify(_SESSION, list(messages)))
 
     def _make_engine(self) -> draft_engine.DraftEngine:
-        """The real one, without the door's process."""
+        """Return the real engine, without the door's process."""
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
         engine.requests, engine.inbox = self.requests, SimulatedDraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
@@ -234,7 +234,7 @@ class DraftService:
             self._deliver(self._actor.now + 1e-3 * self._costs.line, said)
 
     def _charge(self) -> None:
-        """Have host work take its time."""
+        """Charge virtual time for host work."""
         costs, grown, rows = self._costs, self.growth, self.requests.__len__
         trees = self.requests.growth
         for owner, name, ms in (
@@ -250,7 +250,7 @@ class DraftService:
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
 
     def module_changes(self) -> list[tuple[Any, str, Any]]:
-        """What modules are to have while this lives: owner, name and value."""
+        """Return the changes of modules while this service lives: owner, name and value."""
         costs, actor = self._costs, self._actor
         follow: Any = actor.charged(
             "follow", reroot.reroot, lambda _, steps: costs.follow + costs.follow_row * len(steps)

@@ -1,10 +1,10 @@
-"""How long accepted paths can be: a draft whose host takes no time, against the same draft in lockstep.
+"""Upper bound of accept lengths: a draft whose host takes no time, against the same draft in lockstep.
 
-What bounds accept length when drafting ahead is the draft's device, which takes so many steps in a round, and how late
-news are. Here nothing else does: each step runs the likeliest nodes that there are, as many as fit, of one tree without
-limits, and a round takes the best of those that are there in time. The models are those of
-`benchmarks.simulate.split`, in which the project's own code runs; what it falls short of this is what code could still
-bring. Prompts take no time.
+When drafting ahead, two things bound the accept length: the draft's device, which takes only so many steps in a round,
+and the delay of news. Here nothing else does: each step runs the likeliest available nodes, as many as fit, of one tree
+without limits, and a round takes the best nodes that are there in time. The models are those of
+`benchmarks.simulate.split`, which runs the project's own code; the difference to this bound is what better code could
+still gain. Prompts take no time.
 
 python -m benchmarks.simulate.ideal --out benchmarks/results/simulate_ideal.json
 """
@@ -25,23 +25,23 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 PROMPT, TOKENS, ANSWERS = 67, 256, 6
 CANDIDATES, MOST_NODES = 16, 63
 ROUND_MS = 4.48
-"""Of a large round of an 8B target on an H200, with the gap before it."""
+"""Time of a large round of an 8B target on an H200, with the gap before it."""
 LOCKSTEP_STEPS, LOCKSTEP_WIDTH, LOCKSTEP_CANDIDATES, LOCKSTEP_NODES = 8, 8, 4, 31
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What takes how long, in ms."""
+    """Durations, in ms."""
 
     step: float
-    """Of the draft's device, for `width` nodes."""
+    """A step of the draft's device, for `width` nodes."""
     width: int = 32
     commit: float = 0.3
-    """From a round's end until steps know of it."""
+    """From a round's end until steps know of its commit."""
     nodes: float = 0.5
-    """From a step's end until a round can take what it found."""
+    """From a step's end until a round can take its nodes."""
     hold: float = 2.1
-    """A round that has no nodes waits so long."""
+    """How long a round without nodes waits."""
 
 
 class IdealTree:
@@ -55,7 +55,7 @@ class IdealTree:
         """Nodes that no step has run, likeliest first."""
 
     def step(self, width: int, ready_at: float = 0.0) -> None:
-        """Run the likeliest nodes; what they bring is there from the given time on."""
+        """Run the likeliest nodes. Their children are available from `ready_at` on."""
         run = [heapq.heappop(self._pool)[1] for _ in range(min(width, len(self._pool)))]
         states = np.array([self._states[node] for node in run], np.uint64)
         tokens, chances = self._language.candidates(states, self._num_candidates)
@@ -73,7 +73,7 @@ class IdealTree:
                 heapq.heappush(self._pool, (-self._scores[child], child))
 
     def best(self, root: int, count: int, now: float) -> set[int]:
-        """The likeliest nodes below the root that are there."""
+        """Return the root and the likeliest nodes below it that are available at `now`."""
         found: set[int] = set()
         heap = [(0.0, root)]
         while heap and len(found) <= count:
@@ -85,15 +85,15 @@ class IdealTree:
         return found - {root}
 
     def child(self, node: int, token: int) -> int | None:
-        """The node that holds a token below another."""
+        """Return the child of a node with that token, or None."""
         return self._below[node].get(token)
 
     def is_bare(self, node: int, now: float) -> bool:
-        """Whether nothing is there below a node."""
+        """Whether no child of a node is available."""
         return all(self._ready[child] > now for child in self._below[node].values())
 
     def reroot(self, root: int) -> None:
-        """Run no more of what does not hang below it."""
+        """Drop nodes from the pool that do not hang below `root`."""
         alive = {root}
         for node in range(root + 1, len(self._parents)):
             if self._parents[node] in alive:
@@ -103,7 +103,7 @@ class IdealTree:
 
 
 class Text:
-    """What the target says behind a prompt, and the states on the way."""
+    """The target's text after a prompt, and the states along it."""
 
     def __init__(self, language: Language, luck: random.Random) -> None:
         prompt = [luck.randrange(VOCAB) for _ in range(PROMPT)]
@@ -112,7 +112,7 @@ class Text:
         self.states = language.states(before, self.tokens)
 
     def follow(self, tree: IdealTree, root: int, place: int, taken: set[int]) -> tuple[int, int]:
-        """The last accepted node behind the root, which holds the token at `place`, and how many were accepted."""
+        """Follow the text from `root`, whose token is at `place`. Return the last accepted node and their number."""
         node, accepted = root, 0
         while place + 1 + accepted < len(self.tokens):
             child = tree.child(node, self.tokens[place + 1 + accepted])
@@ -123,7 +123,7 @@ class Text:
 
 
 def lockstep(language: Language, text: Text) -> tuple[int, int]:
-    """Tokens and rounds of an answer in lockstep."""
+    """Return tokens and rounds of an answer in lockstep."""
     place = rounds = 0
     while place < TOKENS - 1:
         tree = IdealTree(language, text.states[place], LOCKSTEP_CANDIDATES)
@@ -135,17 +135,17 @@ def lockstep(language: Language, text: Text) -> tuple[int, int]:
 
 
 class IdealDraft:
-    """A device that takes one step after the other. It learns of a round's commit some time after its end."""
+    """A device that takes one step after the other. It learns of a round's commit some time after the round's end."""
 
     def __init__(self, language: Language, state: np.uint64, pace: Pace) -> None:
         self._language, self._pace = language, pace
         self._free = pace.commit
         self._news: list[tuple[float, int]] = []
-        """Roots, and from when on steps know of them."""
+        """Roots, and the times from which steps know of them."""
         self.tree, self.root = IdealTree(language, state), 0
 
     def run(self, until: float) -> None:
-        """Take all steps that begin before that."""
+        """Take all steps that begin before `until`."""
         while self._free < until:
             while self._news and self._news[0][0] <= self._free:
                 self.tree.reroot(self._news.pop(0)[1])
@@ -153,7 +153,7 @@ class IdealDraft:
             self._free += self._pace.step
 
     def follow(self, root: int | None, state: np.uint64, now: float) -> None:
-        """The round's last token is the root now; without a node for it a new tree begins."""
+        """Make the round's last token the root. Without a node for it, a new tree begins."""
         known = now + self._pace.commit
         if root is None:
             self.tree, root, self._news = IdealTree(self._language, state), 0, []
@@ -164,7 +164,7 @@ class IdealDraft:
 
 
 def ahead(language: Language, text: Text, pace: Pace) -> tuple[int, int, float]:
-    """Tokens, rounds and ms of an answer with a draft that runs ahead."""
+    """Return tokens, rounds and ms of an answer with a draft that runs ahead."""
     draft, place, rounds, now = IdealDraft(language, text.states[0], pace), 0, 0, 0.0
     while True:
         if draft.tree.is_bare(draft.root, now):
@@ -192,7 +192,7 @@ PACES = {
 
 
 def main() -> None:
-    """Simulate all paces, print, write."""
+    """Simulate all paces, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of six answers, each with other texts")
     parser.add_argument("--flatten", type=float, default=1.2, help="above 1: the draft's scores promise too little")

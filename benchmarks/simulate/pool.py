@@ -1,4 +1,4 @@
-"""The device of the draft service in virtual time: what its memory and its pool of nodes hold.
+"""The draft service's device in virtual time: its memory and its pool of nodes.
 
 Pool, tree slots and masks follow the rules of `kernels.reference.frontier`. See `benchmarks.simulate.split`.
 """
@@ -19,9 +19,9 @@ _WORD = 64
 
 
 class BurstMemory:
-    """What outlives a burst: of each row the states behind its context and its tree slots, and what these see.
+    """Memory that outlives a burst: for each row the states of its context and of its tree slots, and the slots' masks.
 
-    `masks[row, slot]` are the slots that a node sees, itself included, as bits of words.
+    `masks[row, slot]` has the slots that a node sees, its own included, as bits of words.
     """
 
     def __init__(self, shape: BurstShape, language: Language) -> None:
@@ -31,15 +31,15 @@ class BurstMemory:
         self.masks = np.zeros((shape.num_rows, shape.region, shape.region // _WORD), np.uint64)
 
     def extend(self, row: int, tokens: Sequence[int], start: int) -> None:
-        """Tokens become context."""
+        """Add tokens to the context."""
         before = self.context[row, start - 1 : start] if start else ORIGIN
         self.context[row, start : start + len(tokens)] = self.language.states(before, tokens)
 
     def write(self, nodes: NDArray[np.int64]) -> None:
-        """Run nodes: [5, N], row, parent's slot or -1, token, position and slot; none is another's parent."""
+        """Run nodes [5, N]: row, parent's slot or -1, token, position and slot. None is the parent of another one."""
         rows, parents, tokens, positions, slots = nodes
         inside = parents >= 0
-        # Of a first token nothing lies before; contexts have no position -1.
+        # Nothing comes before a first token; contexts have no position -1.
         above = np.where(positions > 0, self.context[rows, positions - 1], ORIGIN)
         above[inside] = self.states[rows[inside], parents[inside]]
         self.states[rows, slots] = self.language.follow(above, tokens)
@@ -49,7 +49,7 @@ class BurstMemory:
 
 
 class Pool:
-    """What a burst could run, as a device holds it: see kernels.reference.frontier."""
+    """The nodes that a burst could run, as a device keeps them: see kernels.reference.frontier."""
 
     def __init__(self, burst: Burst, bucket: StepBucket, shape: BurstShape, memory: BurstMemory) -> None:
         self._memory, self._shape, self._bucket = memory, shape, bucket
@@ -66,13 +66,13 @@ class Pool:
         self.add_seeds(0, burst.seeds.fields)
 
     def add_seeds(self, first: int, fields: NDArray[np.int32]) -> None:
-        """Seeds, forced ones among them, as in plan.Seeds.fields, lie in the pool from an index on."""
+        """Put seeds into the pool from index `first` on, forced ones included; `fields` are as in plan.Seeds.fields."""
         where = slice(first, first + fields.shape[1])
         self._entries[:, where] = fields[:5]
         self._scores[where], self._bases[where] = fields[6:].view(np.float32)
 
     def reroot(self, told: Reroots) -> None:
-        """As reroot_pool, and add_seeds behind it."""
+        """Do the same as reroot_pool, followed by add_seeds."""
         limit = self._shape.max_seeds + self._step * self._bucket.num_candidates
         scores, bases = self._scores[:limit], self._bases[:limit]
         ran = scores == -np.inf
@@ -96,7 +96,7 @@ class Pool:
             self.add_seeds(told.first_seed, told.seeds.fields)
 
     def run(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """A step: pool indices and slots [M], tokens and edges [M, k] of what it ran; -1 and -inf for none."""
+        """Run a step. Return pool indices and slots [M], tokens and edges [M, k] of its nodes; -1 and -inf for none."""
         width, branching = self._bucket.width, self._bucket.branching
         picked, slots = np.full((2, width), -1, np.int32)
         tokens, edges = np.full((width, branching), -1, np.int32), np.full((width, branching), -np.inf, np.float32)
@@ -123,7 +123,7 @@ class Pool:
         return picked, slots, tokens, edges
 
     def _choose(self) -> NDArray[np.intp]:
-        """As choose_entries."""
+        """Do the same as choose_entries."""
         limit = self._shape.max_seeds + self._step * self._bucket.num_candidates
         scores = self._scores[:limit]
         found = ((scores >= self._floor) & (scores > -np.inf)).nonzero()[0]
@@ -133,7 +133,7 @@ class Pool:
         return best
 
     def _place(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
-        """As place_entries: those that find a slot, row by row."""
+        """Do the same as place_entries: keep the nodes that find a slot, row by row."""
         rows, slots = self._entries[0, chosen], self._entries[4, chosen]
         kept = np.ones(len(chosen), np.bool_)
         for row in np.unique(rows[slots < 0]).tolist():
@@ -149,7 +149,7 @@ class Pool:
         return placed
 
     def _write(self, nodes: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
-        """Run what was chosen; of forced chains one token after the other."""
+        """Run the chosen nodes, forced chains one token after the other."""
         forced = (scores >= FORCED).nonzero()[0].tolist()
         waves = np.zeros(nodes.shape[1], np.intp)
         for before, here in pairwise(forced):

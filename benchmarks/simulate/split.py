@@ -1,15 +1,15 @@
-"""The split in virtual time: the real engines of both services, two devices and two models that are scripted.
+"""The split in virtual time: the real engines of both services, with two simulated devices and scripted models.
 
-What is run is the project's own code: growth and forests of the draft; engine, budget, calibration, holds and
-mirrors of verify. Time alone is invented: devices take what they were measured to take, and so does host work, charged
-phase by phase (`simulate_world.Costs`, each of which `--cost` changes). So the effect of a rule or of a faster phase on
-tokens per second can be seen in a minute on a CPU, without noise. Agreement of the models is that of SmolLM2 and its
-0.10-noise copy (`simulate_language.Language`).
+The project's own code runs: growth and forests of the draft; engine, budget, calibration, holds and mirrors of verify.
+Only time is invented: devices take as long as was measured, and so does host work, charged phase by phase
+(`benchmarks.simulate.world.Costs`; `--cost` changes each of them). So the effect of a rule or of a faster phase on
+tokens per second shows in a minute on a CPU, without noise. The models agree as often as SmolLM2 and its 0.10-noise
+copy (`benchmarks.simulate.language.Language`).
 
 python -m benchmarks.simulate.split --batch 1 16 --answers 32
 python -m benchmarks.simulate.split --batch 16 --cost host=0.5 --set planner._STEP_NODES_PER_ROW=6
 
-An EAGLE-3 head as it was measured with 16 requests, whose draft rests:
+An EAGLE-3 head as measured with 16 requests, whose draft rests:
 python -m benchmarks.simulate.split --batch 16 --answers 192 --spread 0.5 --flatten 1.2 \\
     --language fluent=0 shares=0.03,0.3 --cost step=0.55 line=1.2 gap_trees=0.9 host=2
 """
@@ -55,23 +55,23 @@ from verify_service.speculation.budget import CostModel
 
 _MODULES = (publisher, growth, planner, drafter, batch_manager, draft_wait, replica, drafts)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
-"""Of which `--set` changes constants."""
+"""Modules whose constants `--set` can change."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67
 _LOOK_SECONDS = 5e-4
-"""Between two looks of verify's engine at whether it is time to launch the next round."""
+"""Time between two checks of verify's engine whether to launch the next round."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is simulated."""
+    """The scene to simulate."""
 
     batch: int
     answers: int
     tokens: int = 256
-    """Of an answer, on average."""
+    """Mean tokens of an answer."""
     spread: float = 0.0
-    """Part of that by which one may be shorter or longer. Answers of one length end together without drafts, and their
-    followers' prompts are computed together; drafts end that."""
+    """Share by which an answer may be shorter or longer. Without drafts, answers of equal length end together, and the
+    next prompts are computed together; drafts end that."""
     speculate: bool = True
     seed: int = 0
     costs: Costs = field(default_factory=Costs)
@@ -88,28 +88,28 @@ class Round:
         self._actor, self.ends, self._results = actor, ends, results
 
     def done(self) -> bool:
-        """Whether its time is up."""
+        """Whether the round's time is up."""
         return self._actor.now >= self.ends
 
     def wait(self) -> list[Result]:
-        """The results."""
+        """Return the results."""
         self._actor.now = max(self._actor.now, self.ends)
         return self._results
 
 
 class Device:
-    """Runs rounds: see Executor. The target says what the language does behind the request's prompt."""
+    """Runs rounds: see Executor. The target continues the request's prompt as the language does."""
 
     launches_ahead = True
 
     def __init__(self, actor: Actor, scene: Scene) -> None:
         self._actor, self._scene = actor, scene
         self._rounds: list[Round] = []
-        """Those that have not ended, and the last one that was launched."""
+        """Rounds that have not ended, and the last one that was launched."""
         self._text = cache(lambda prompt: scene.language.text(prompt, round((1 + scene.spread) * scene.tokens) + 1))
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Round:
-        """See Executor. Behind a round that is under way it begins when that one ends."""
+        """See Executor. A round that is launched during another one begins when that one ends."""
         costs, now = self._scene.costs, self._actor.now
         decoded = [entry for entry in entries if entry.samples]
         chunk = sum(entry.num_extend for entry in entries if not entry.samples)
@@ -126,7 +126,7 @@ class Device:
         """See Executor."""
 
     def idle(self, entries: Sequence[Entry]) -> None:
-        """The engine has nothing to do until something comes, a round is over, or the next one may be launched."""
+        """Wait until something arrives, a round is over, or the next one may be launched."""
         now = self._actor.now
         ends = [one.ends for one in self._rounds if one.ends > now]
         self._actor.wait(min(ends[0], now + _LOOK_SECONDS) if ends else now + 1e-5)
@@ -166,11 +166,11 @@ class Simulation:
         self.world = SimulatedWorld(1e-3 * scene.costs.line)
         self.notes = Notes()
         self.ends: Counter[str] = Counter()
-        """Why bursts ended."""
+        """Number of bursts by the reason of their end."""
         self._actor = self.world.verify
         self._luck = random.Random(scene.seed)
         self._waiting: list[tuple[list[int], int]] = []
-        """Prompts, and tokens of their answers."""
+        """Prompts, and the numbers of tokens of their answers."""
         self._left = 0
         self._device = Device(self._actor, scene)
         self.draft = DraftService(self.world.draft, scene.costs, scene.language, self._deliver)
@@ -178,7 +178,7 @@ class Simulation:
         self.engine: verify_engine.VerifyEngine
 
     def run(self) -> dict[str, float]:
-        """The figures of all answers but a first batch, which warms up."""
+        """Return the figures of all answers except a first batch, which warms up."""
         with self._in_virtual_time():
             self.engine = self._make_engine()
             self.world.run(self._verify, self.draft.live)
@@ -190,7 +190,7 @@ class Simulation:
         self.engine.run()
 
     def _ask(self, answers: int) -> None:
-        """Clients begin to ask for so many."""
+        """Let clients begin to ask for `answers` answers."""
         self._left = answers
         least, most = (round(self.scene.tokens * (1 + sign * self.scene.spread)) for sign in (-1, 1))
         prompts = [[self._luck.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(answers)]
@@ -240,7 +240,7 @@ class Simulation:
         self._ask(self.scene.answers)
 
     def _deliver(self, at: float, messages: list[DraftMessage]) -> None:
-        """The draft says something, on its own thread and in its own time."""
+        """Deliver the draft's messages, on the draft's thread and in the draft's time."""
         for message in messages:
             self._actor.post(at, partial(self._receive, message))
 
@@ -271,7 +271,7 @@ class Simulation:
         return engine
 
     def _charge(self, engine: verify_engine.VerifyEngine) -> None:
-        """Have verify's host work take its time."""
+        """Charge virtual time for verify's host work."""
         costs, running = self.scene.costs, engine.scheduler.running
         trees, drafts = self.scene.speculate, engine.drafts
 
@@ -289,7 +289,7 @@ class Simulation:
 
     @contextmanager
     def _in_virtual_time(self) -> Iterator[None]:
-        """Both services read the world's clocks, and functions of their modules take their time."""
+        """Let both services read the world's clocks, and functions of their modules take virtual time."""
         changes = [
             *self.draft.module_changes(),
             (verify_engine, "time", SimpleNamespace(monotonic=self._actor.clock)),
@@ -352,7 +352,7 @@ class Simulation:
 
 
 def parse_costs(changes: Sequence[str]) -> Costs:
-    """Costs with some changed: name=ms, of tables name=factor; that of `step` is one of `lone_step`, too."""
+    """Return costs with changes: name=ms, or name=factor for tables. A change of `step` is one of `lone_step`, too."""
     usual = Costs()
     known = {one.name for one in fields(Costs)}
     values: dict[str, Any] = {}
@@ -370,7 +370,7 @@ def parse_costs(changes: Sequence[str]) -> Costs:
 
 
 def parse_language(changes: Sequence[str], flatten: float) -> Language:
-    """A language with some of its figures changed: name=value, or name=value,value,... of those that are several."""
+    """Return a language with changes: name=value, or name=value,value,... for a tuple."""
     known = {one.name for one in fields(Language)}
     values: dict[str, Any] = {"flatten": flatten}
     for change in changes:
@@ -383,7 +383,7 @@ def parse_language(changes: Sequence[str], flatten: float) -> Language:
 
 
 def main() -> None:
-    """Parse options, simulate, print."""
+    """Parse options, simulate and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--answers", type=int, default=0, help="0: 6 of one at a time, else two of each client")

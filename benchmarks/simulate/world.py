@@ -1,7 +1,7 @@
-"""A world in virtual time: two actors that exchange messages, costs, and what is noted.
+"""A world in virtual time: two actors that exchange messages, the costs of their work, and notes of rounds.
 
-Either actor runs on a thread of its own, one at a time; the other has stopped at a time that it has reached. Nobody
-sees a message before it arrives, and nobody goes further than the other could still send to.
+Each actor has its own thread, but only one runs at a time, while the other one has stopped at a time that it reached.
+No actor sees a message before it arrives, or goes further than the time at which the other could still send to it.
 See `benchmarks.simulate.split`.
 """
 
@@ -23,54 +23,54 @@ from verify_service.engine.round import Entry
 from verify_service.frames import RoundFigures
 
 _USUAL_LEARN = 0.05
-"""As verify's metrics have it."""
+"""As in verify's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What takes how long, in ms. Host times are of one thread; `n` is a number of requests."""
+    """Durations, in ms. Host times are of one thread."""
 
     round: tuple[tuple[int, float], ...] = (
         (1, 4.12), (2, 4.12), (4, 4.15), (8, 4.20), (12, 4.23), (16, 4.25), (24, 4.31), (32, 4.35), (48, 4.44),
         (64, 4.60), (96, 5.0), (128, 5.4),
     )  # fmt: skip
-    """Of a round by tokens that it is padded to, on the GPU."""
+    """A round on the GPU, by the number of tokens that it is padded to."""
     round_row: float = 0.008
-    """Of each request but the first."""
+    """For each request of a round but the first."""
     prefill: float = 5.0
     prefill_token: float = 0.01
     gap: float = 0.11
-    """Between two rounds without trees, of one request; `gap_row` of each other one."""
+    """Between two rounds of one request without trees; `gap_row` for each other request."""
     gap_row: float = 0.0115
     gap_trees: float = 0.05
-    """What trees add to that, and `gap_node` for each node that a round takes."""
+    """Added to the gap by trees, and `gap_node` for each node that a round takes."""
     gap_node: float = 0.003
     tell_commit: float = 0.03
-    """Of verify, to tell a draft of a request's commit."""
+    """For verify to tell a draft of a request's commit."""
     settle: float = 0.1
-    """What else follows from a round while the next one runs; `settle_row` of each request."""
+    """Post-processing of a round while the next one runs; `settle_row` for each request."""
     settle_row: float = 0.01
     take_grow: float = 0.02
-    """Of verify, for a message of a draft."""
+    """For verify to take in a draft's message."""
     line: float = 0.1
     """From engine to engine."""
     client: float = 3.0
-    """From the end of an answer until the next request has come."""
+    """From the end of an answer until the next request arrives."""
     step: tuple[tuple[int, float], ...] = ((8, 0.475), (16, 0.51), (32, 0.555), (64, 0.65), (128, 0.87))
-    """Of a draft step by its nodes."""
+    """A draft step, by its nodes."""
     lone_step: tuple[tuple[int, float], ...] = ((8, 0.44), (16, 0.49), (32, 0.515), (64, 0.59), (128, 0.87))
-    """The same for one request, whose context is short."""
+    """A draft step for one request, whose context is short."""
     step_row: float = 0.012
-    """Of each request of its burst but the first."""
+    """For each request of a step's burst but the first."""
     begin: float = 0.04
-    """Of the draft's device, before a burst's first step, and for new roots."""
+    """On the draft's device, before a burst's first step, and for new roots."""
     reroot: float = 0.03
     extend: float = 8.4
     """A forward of prompts, on host and device."""
     plan: float = 0.03
-    """To see whether there is anything to launch; the rest of it is in `launch`."""
+    """To see whether there is anything to launch; the rest of planning is in `launch`."""
     launch: float = 0.22
-    """Of the host for a burst; `launch_step` of each step, also where it goes on."""
+    """On the host, for a burst; `launch_step` for each step, also of a continued burst."""
     launch_row: float = 0.012
     launch_step: float = 0.005
     go_on: float = 0.07
@@ -79,36 +79,36 @@ class Costs:
     more: float = 0.004
     more_row: float = 0.0005
     roots: float = 0.004
-    """What the device is to be told of new roots, whether there are any or not."""
+    """To prepare what the device is told of new roots, even if there are none."""
     roots_row: float = 0.001
     merge: float = 0.05
     merge_row: float = 0.003
     follow: float = 0.12
-    """Following commits, and `follow_row` of each of them; `reach` to find its path while a burst runs."""
+    """To follow commits, and `follow_row` for each; `reach` to find a commit's path while a burst runs."""
     follow_row: float = 0.02
     reach: float = 0.015
     look: float = 0.007
     prepare: float = 0.03
     prepare_row: float = 0.01
     append: float = 0.0008
-    """Of a node."""
+    """For each node."""
     say: float = 0.015
-    """Of a message to verify."""
+    """For each message to verify."""
     handle: float = 0.018
-    """Of a message from verify, and `handle_node` of each live node of its tree."""
+    """For each message from verify, and `handle_node` for each live node of its tree."""
     handle_node: float = 0.00015
     turn: float = 0.01
     host: float = 1.25
-    """Times all of the draft's host times, which are those of code that runs over and over."""
+    """Factor of all the draft's host times, which were measured in code that runs over and over."""
     idle_host: float = 1.0
-    """Times those that begin while its device has nothing to do; with 0 hardly anything keeps it from working."""
+    """Factor of host times that begin while the device is idle; with 0, the device hardly ever waits."""
 
     def of_round(self, tokens: int, rows: int) -> float:
-        """Seconds of a round of so many tokens, of which `rows` are roots."""
+        """Return the seconds of a round of `tokens` tokens, of which `rows` are roots."""
         return 1e-3 * (_padded(self.round, tokens) + self.round_row * max(rows - 1, 0))
 
     def of_step(self, width: int, rows: int) -> float:
-        """Seconds of a draft step."""
+        """Return the seconds of a draft step."""
         if rows <= 1:
             return 1e-3 * _padded(self.lone_step, width)
         return 1e-3 * (_padded(self.step, width) + self.step_row * (rows - 1))
@@ -119,14 +119,14 @@ def _padded(table: Sequence[tuple[int, float]], count: int) -> float:
 
 
 class OverError(BaseException):
-    """The world has ended while an actor was not looking."""
+    """Raised in an actor that wakes up after the world has ended."""
 
 
 class SimulatedWorld:
-    """What the two actors share."""
+    """State that the two actors share."""
 
     def __init__(self, latency: float) -> None:
-        """`latency`: seconds from one to the other at least."""
+        """`latency` is the least time of a message between the actors, in seconds."""
         self.latency = latency
         self.over = False
         self.error: BaseException | None = None
@@ -135,7 +135,7 @@ class SimulatedWorld:
         self.verify.other, self.draft.other = self.draft, self.verify
 
     def run(self, verify: Callable[[], None], draft: Callable[[], None]) -> None:
-        """Run both until `verify` returns. Raises what went wrong in either."""
+        """Run both actors until `verify` returns. Raises an error of either one."""
         thread = threading.Thread(target=partial(self._live, draft), name="draft", daemon=True)
         thread.start()
         try:
@@ -163,33 +163,33 @@ class SimulatedWorld:
 
 
 class Actor:
-    """One of two that act in virtual time; all times are in seconds."""
+    """One of two actors in virtual time; all times are in seconds."""
 
     other: Actor
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.now = 0.0
         self.pace: Callable[[], float] = lambda: 1.0
-        """How long its work takes, by what `Costs` say."""
+        """Factor of the actor's work times in `Costs`."""
         self.spent: dict[str, float] = {}
-        """By what it was spent on."""
+        """Time by the kind of work."""
         self.baton = threading.Semaphore(0)
         self._world = world
         self._mail: list[tuple[float, int, Any]] = []
         self._until: float | None = None
 
     def clock(self) -> float:
-        """What time it is."""
+        """Return the time."""
         return self.now
 
     def spend(self, what: str, ms: float) -> None:
-        """Work."""
+        """Work for a while."""
         seconds = 1e-3 * ms * self.pace()
         self.now += seconds
         self.spent[what] = self.spent.get(what, 0.0) + seconds
 
     def charged(self, what: str, call: Callable[..., Any], ms: Callable[..., float]) -> Callable[..., Any]:
-        """A function that takes its time, by its arguments, before it does what it does."""
+        """Return a function that spends a time, computed from its arguments, before it calls `call`."""
 
         def run(*args: Any, **named: Any) -> Any:
             self.spend(what, ms(*args))
@@ -198,7 +198,7 @@ class Actor:
         return run
 
     def post(self, at: float, what: object) -> None:
-        """Leave something in this actor's mail, to arrive at a time."""
+        """Leave something in this actor's mail, to arrive at time `at`."""
         heapq.heappush(self._mail, (at, next(self._world.numbers), what))
 
     def waiting(self) -> bool:
@@ -207,7 +207,7 @@ class Actor:
         return bool(self._mail) and self._mail[0][0] <= self.now
 
     def take(self) -> list[Any]:
-        """All that has arrived, in order."""
+        """Return all that has arrived, in order."""
         self._catch_up()
         taken = []
         while self._mail and self._mail[0][0] <= self.now:
@@ -215,7 +215,7 @@ class Actor:
         return taken
 
     def wait(self, until: float) -> None:
-        """Pass time until then, or until something arrives."""
+        """Pass time until `until`, or until something arrives."""
         while True:
             goal = max(min(until, self._arrival), self.now)
             if goal <= self.other._bound + self._world.latency and goal < math.inf:
@@ -232,11 +232,11 @@ class Actor:
 
     @property
     def _bound(self) -> float:
-        """When it may next send something."""
+        """The earliest time at which this actor may next send something."""
         return self.now if self._until is None else max(min(self._until, self._arrival), self.now)
 
     def _catch_up(self) -> None:
-        """See to it that all that arrives by now is in the mail."""
+        """Run the other actor until all mail that arrives by now is there."""
         while self.other._bound + self._world.latency < self.now:
             self._switch()
 
@@ -248,7 +248,7 @@ class Actor:
 
 
 class SimulatedVerifyInbox:
-    """What has come for verify's engine: see verify_service.engine.engine."""
+    """The inbox of verify's engine: see verify_service.engine.engine."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -267,7 +267,7 @@ class SimulatedVerifyInbox:
 
 @dataclass
 class Notes:
-    """What is measured of rounds, as verify's metrics do: see Observer."""
+    """Measurements of rounds, as in verify's metrics: see Observer."""
 
     rounds: int = 0
     tokens: int = 0
@@ -283,7 +283,7 @@ class Notes:
     usual: float = 0.0
 
     def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
-        """A round was run."""
+        """Note a round."""
         told = [update for update in updates if update.token_ids]
         nodes = sum(update.num_draft_tokens for update in told)
         self.rounds += 1

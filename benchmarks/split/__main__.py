@@ -1,4 +1,4 @@
-"""Drafting on one GPU while another verifies: speed, accept length, hits, and where a round's time goes.
+"""Drafting on one GPU while another one verifies: speed, accept length, hits, and the parts of a round's time.
 
 python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --verify-device cuda:0 \
     --draft-device cuda:1 --draft standalone=/models/noisy-0.10 --draft eagle3=/models/eagle3 \
@@ -6,20 +6,21 @@ python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --v
     eagle3 standalone,t=0.8 standalone,t=0.8,rank_by_noise=false plain,b=16 standalone,b=16 \
     --out benchmarks/results/split_h200.json
 
-A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
-that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `colocated` or
-both, `json` for answers of a schema, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=` tokens
-of an answer, `n=` prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of
-verify where it drafts itself.
-Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and a draft service only
-for n-grams and further models (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options
-allow.
-Verify stays up for all cases that it answers; lockstep has another one, and so has each drafter inside rounds, started
-on the same GPU one after the other, or `--targets-at-once` together where they fit. Draft services are started
-anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
-answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
-gateway. Texts are compared with plain decoding's in the same batch: on a GPU without --deterministic rounding may
-part them.
+A case is `plain`, or drafters as in --speculative-algorithm in lower case, joined by `+`, each with `@LABEL` if it
+takes another model than the one given as --draft NAME=PATH. Further words follow after commas: `lockstep`, `colocated`
+or both, `json` for answers of a schema, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=`
+tokens of an answer, `n=` prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones),
+or of verify if it drafts itself.
+
+Colocated cases draft inside verify's rounds: each such drafter has a verify service, and a draft service only serves
+n-grams and further models (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options
+allow. One verify service answers all cases that it can; lockstep needs another one, and so does each drafter inside
+rounds. They start on the same GPU one after the other, or `--targets-at-once` together if they fit. Draft services are
+started anew for every case, several at a time, but nothing starts while a case is measured.
+
+The first `--limit` prompts are answered, at least two for each place of a batch; `--max-tokens` tokens each, past the
+end of sequence, through the gateway. Texts are compared with those of plain decoding in the same batch: on a GPU
+without --deterministic, rounding may make them differ.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SplitBench:
         self._end = time.monotonic() + arguments.stop_after
 
     def run(self) -> None:
-        """Run all cases; those that fail are noted in `failed`."""
+        """Run all cases, and note in `failed` those that fail."""
         names = list(dict.fromkeys(case.target for case in self.cases))
         at_once = self.arguments.targets_at_once
         for start in range(0, len(names), at_once):
@@ -70,7 +71,7 @@ class SplitBench:
             self._targets.clear()
 
     def _run_with_targets(self, stack: ExitStack) -> None:
-        """Cases of the verify services that are up."""
+        """Run the cases of the verify services that are up."""
         cases = [case for case in self.cases if case.target in self._targets]
         for case in cases:
             if not case.has_service:
@@ -81,13 +82,13 @@ class SplitBench:
                 self._attempt(case, draft)
 
     def _start_targets(self, names: Sequence[str], sized: bool, stack: ExitStack) -> None:
-        """These verify services, at the same time; `sized`: with a KV cache that is not as large as what is free."""
+        """Start these verify services together. If `sized`, their KV caches do not take all free memory."""
         targets = {}
         for name in names:
             cases = [case for case in self.cases if case.target == name]
             argv = ["--disable-radix-cache", *cases[0].verify_arguments(self.paths)]
             if sized:
-                # All alike, and so much holds every batch that is measured here.
+                # The same size for all, enough for every batch that is measured here.
                 argv.append("--max-total-tokens=65536")
             keys = sorted({_key(case) for case in cases if case.has_service})
             target = StartedTarget(verify_options(self.arguments, argv), keys, self._printer(f"verify {name}".strip()))
@@ -102,7 +103,7 @@ class SplitBench:
                         self._fail(case, error)
 
     def _started(self, cases: Sequence[SplitCase], stack: ExitStack) -> Iterator[tuple[SplitCase, StartedDraft]]:
-        """Draft services of these cases, one after the other; all are started before the first is handed out."""
+        """Yield the draft services of these cases, one after the other, once all of them have been started."""
         if time.monotonic() > self._end:
             self.failed += [f"{self._title(case)}: no time left" for case in cases]
             return
@@ -154,7 +155,7 @@ class SplitBench:
         verify, page = target.page(), draft.page() if draft else None
         used = cost_of(draft.pid) if draft else None
         answers = asyncio.run(answer_all(address, prompts, case, case.num_tokens or arguments.max_tokens))
-        # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
+        # Verify reports its last rounds with a snapshot, at most a quarter of a second later.
         time.sleep(0.3)
         measured = Measured(case, self._title(case), answers, target.page().since(verify))
         if draft is not None and page is not None and used is not None:
@@ -187,12 +188,12 @@ class SplitBench:
 
 
 def _key(case: SplitCase) -> str:
-    """What verify learns apart: scores of different drafters, or ranked by different rules, mean different things."""
+    """Return what verify learns about separately: drafters, and rules of ranking, give scores different meanings."""
     return f"{case.drafter} {case.options.get('rank_by_noise', '')}"
 
 
 def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16", help="the number format's name in results")
     parser.add_argument("--limit", type=int, default=6)
@@ -208,7 +209,7 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run and report."""
+    """Run all cases and report."""
     bench = SplitBench(parse_arguments())
     start = time.perf_counter()
     bench.run()

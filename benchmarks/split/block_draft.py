@@ -1,9 +1,9 @@
-"""What a draft of a block head costs: its block alone, and a tree of eight levels read from it.
+"""Cost of drafting with a block head: of its block alone, and with a tree of eight levels read from the block.
 
-One *outcome* is a root whose block is run; several are so many requests in one batch. Times are those of the device for
-a burst, the choice of nodes and the proposals included. An EAGLE-3 head's eight steps stand beside. On a GPU heads have
-the shape of an 8B model, on a CPU that of the shipped head, with as many weights in blocks' two layers; weights are
-random.
+One *outcome* is a root whose block is run; several are as many requests in one batch. Times are device times of a
+burst, with the choice of nodes and the proposals. For comparison, an EAGLE-3 head runs eight steps. On a GPU, heads
+have the shape of an 8B model; on a CPU that of the shipped head, with as many weights in a block head's two layers.
+Weights are random.
 
 python -m benchmarks.split.block_draft --layers 1 2 5 --out benchmarks/results/block_draft_h200.json
 python -m benchmarks.split.block_draft --device cpu --layers 2 --outcomes 1 --context 320
@@ -47,12 +47,12 @@ SMALL = {
     "vocab_size": 49152,
     "draft_vocab_size": 8192,
 }
-"""Of the shipped head."""
+"""Sizes of the shipped head."""
 SMALL_BLOCK = {"intermediate_size": 640, "markov_rank": 32}
 
 
 def random_block_head(num_layers: int, sizes: dict[str, Any], device: torch.device) -> BlockHead:
-    """A DSPARK head of random weights, with blocks of eight."""
+    """Return a DSPARK head of random weights, with blocks of eight."""
     block = {"block_size": LEVELS, "mask_token_id": 1, "target_layer_ids": [1, 15, 28], "markov_rank": 256}
     fields = {**HEAD_8B, **block, **sizes, "num_hidden_layers": num_layers}
     config = block_config(fields, {MARKOV_INPUT}, 32)
@@ -62,7 +62,7 @@ def random_block_head(num_layers: int, sizes: dict[str, Any], device: torch.devi
 
 
 def random_eagle3(sizes: dict[str, Any], device: torch.device) -> Eagle3Head:
-    """An EAGLE-3 head of random weights."""
+    """Return an EAGLE-3 head of random weights."""
     config = eagle3_config({**HEAD_8B, **sizes}, {"fc.weight"}, 32)
     head = Eagle3Head(config, torch.bfloat16, device, _some_ids(config.draft_vocab_size, device))
     fill_random(head)
@@ -74,7 +74,7 @@ def _some_ids(count: int, device: torch.device) -> torch.Tensor:
 
 
 class BlockDraftBench:
-    """Requests of a runner, each with a root that is run with the target's feature."""
+    """Requests of a runner; each root is run with the target's feature."""
 
     def __init__(self, model: DraftModel, outcomes: int, context: int) -> None:
         pages = -(-context // PAGE_SIZE)
@@ -107,7 +107,7 @@ class BlockDraftBench:
         return runner
 
     def measure(self, num_steps: int, repeats: int) -> float:
-        """Milliseconds of a burst of so many steps, the first of which runs the roots."""
+        """Return the milliseconds of a burst of `num_steps` steps. The first step runs the roots."""
         return statistics.median(self._run(num_steps) for _ in range(repeats))
 
     def _run(self, num_steps: int) -> float:
@@ -145,7 +145,7 @@ class BlockDraftBench:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=[1, 2, 5])
     parser.add_argument("--outcomes", nargs="+", type=int, default=[1, 8])

@@ -1,4 +1,4 @@
-"""Bursts one row and one column at a time, for tests and benchmarks."""
+"""Bursts as single rows and columns, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowState:
 
 
 def row_states(states: Sequence[RowState], region: int) -> RowStates:
-    """The same as arrays."""
+    """Return the same states as arrays."""
     free = np.zeros((len(states), region), np.int32)
     for target, state in zip(free, states, strict=True):
         target[: len(state.free)] = state.free
@@ -37,7 +37,7 @@ def row_states(states: Sequence[RowState], region: int) -> RowStates:
 
 
 def row_list(states: RowStates) -> list[RowState]:
-    """Arrays one by one."""
+    """Return the rows of the arrays."""
     return [
         RowState(int(row), int(length), live, free[start:end].tolist())
         for row, length, live, free, start, end in zip(
@@ -53,7 +53,7 @@ def row_list(states: RowStates) -> list[RowState]:
 
 
 def seeds_of(**columns: NDArray[np.int32] | NDArray[np.float32]) -> Seeds:
-    """Seeds of separate columns; `bases` follow from the others."""
+    """Make seeds from separate columns; `bases` follow from the others."""
     seeds = Seeds(np.empty((NUM_SEED_FIELDS, len(columns["rows"])), np.int32))
     for name, values in columns.items():
         getattr(seeds, name)[:] = values

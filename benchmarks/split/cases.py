@@ -1,4 +1,4 @@
-"""The cases of the split benchmark, as the command line writes them."""
+"""The cases of the split benchmark, in the form of the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT_NAMES = {
     "topk": "speculative_eagle_topk",
     "nodes": "speculative_num_draft_tokens",
 }
-"""Draft options that a case may shorten; all others are written as the option is, with - or _."""
+"""Draft options with a short name in cases; all others have the option's name, with - or _."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class SplitCase:
     batch: int = 1
     temperature: float = 0.0
     context: int = 0
-    """Tokens of a prompt, made of several questions; 0 for a question as it is."""
+    """Tokens of a prompt, which joins several questions; 0 for single questions."""
     num_tokens: int = 0
-    """Tokens of an answer; 0 for what --max-tokens says."""
+    """Tokens of an answer; 0 for --max-tokens."""
     num_prompts: int = 0
-    """0 for what --limit says, and at least two for each place of a batch."""
+    """Number of prompts; 0 for --limit, but at least two for each place of a batch."""
     options: dict[str, str] = field(default_factory=dict)
     """Further draft options by field name."""
 
     @classmethod
     def parse(cls, text: str) -> SplitCase:
-        """A case from `standalone,lockstep,steps=4,topk=1,t=0.8,b=16`. Raises ConfigError."""
+        """Parse a case like `standalone,lockstep,steps=4,topk=1,t=0.8,b=16`. Raises ConfigError."""
         drafter, *words = text.split(",")
         case = cls(drafter)
         for word in words:
@@ -77,12 +77,12 @@ class SplitCase:
 
     @property
     def inside(self) -> str:
-        """The part that verify drafts by itself, or none."""
+        """The part that verify drafts inside its rounds; empty if there is none."""
         return next((part for part in self.parts if part != "ngram"), "") if self.colocated else ""
 
     @property
     def outside(self) -> list[str]:
-        """Parts that a draft service drafts: where verify drafts by itself, all but the first model."""
+        """Parts that a draft service drafts: all but the first model if verify drafts itself."""
         return [part for part in self.parts if part != self.inside]
 
     @property
@@ -92,7 +92,7 @@ class SplitCase:
 
     @property
     def mode(self) -> str:
-        """Of drafting."""
+        """Words for the way of drafting; empty without drafts."""
         if not self.drafts:
             return ""
         words = ["colocated"] * self.colocated + ["lockstep"] * self.lockstep
@@ -100,12 +100,12 @@ class SplitCase:
 
     @property
     def load(self) -> tuple[int, float, int, int, int, bool]:
-        """Cases of the same one answer the same prompts under the same load."""
+        """Key of the load: cases with the same one answer the same prompts under the same load."""
         return self.batch, self.temperature, self.context, self.num_tokens, self.num_prompts, self.json
 
     @property
     def target(self) -> str:
-        """Cases of the same one are answered by the same verify service."""
+        """Key of the verify service: the same service answers all cases with the same key."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.inside} {self.mode} {options}".strip() if self.colocated else self.mode if self.lockstep else ""
 
@@ -115,7 +115,7 @@ class SplitCase:
         return f"t{self.temperature:g}" if self.temperature else "greedy"
 
     def title(self, model: str, dtype: str) -> str:
-        """The case's name in results."""
+        """Return the case's name in results."""
         long_names = {full: name for name, full in SHORT_NAMES.items()}
         options = [f"{long_names.get(name, name)}={value}" for name, value in self.options.items()]
         context = f"ctx{self.context // 1024}k" if self.context else ""
@@ -126,16 +126,16 @@ class SplitCase:
         return " ".join(word for word in words if word)
 
     def verify_arguments(self, paths: dict[str, Path]) -> list[str]:
-        """What its verify service is told beside what all are. Raises ConfigError."""
+        """Return the options of this case's verify service beyond those of all cases. Raises ConfigError."""
         mode = ["--lockstep"] if self.lockstep else []
         if not self.colocated:
             return mode
         return [*mode, *self._drafters([self.inside], paths), *self._further()]
 
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
-        """The draft service's options; `paths` are model folders by label. Raises ConfigError."""
+        """Return the draft service's options; `paths` are model folders by label. Raises ConfigError."""
         argv = [*common, *self._drafters(self.outside, paths)]
-        # Of a case that drafts inside rounds they are verify's.
+        # If verify drafts inside its rounds, further options are verify's.
         argv += [] if self.colocated else self._further()
         if self.lockstep:
             argv.append("--lockstep")

@@ -1,10 +1,10 @@
 """Host time of a draft service that grows trees in bursts, phase by phase, on a runner that answers at once.
 
-The gap is what lies between the end of a burst and the launch of the next: reading the result, following commits,
-choosing seeds, filling the pinned memory. What the device's driver takes to queue the work is not in it. Where a burst
-goes on there is no gap: further steps are queued before those before them have ended. Trees, commits
-and credits are as in service: the target commits what the scripted model says by its chances, of all requests at once,
-every few bursts. Times are those of the thread, so that other work on the machine counts little.
+The gap lies between the end of a burst and the launch of the next one: read the result, follow commits, choose seeds,
+fill the pinned memory. The device driver's time to queue work does not count. If a burst is continued there is no gap,
+because further steps are queued before the earlier ones have ended. Trees, commits and credits are as in service: every
+few bursts, the target commits for all requests at once what it draws by the scripted model's chances. Times are those
+of the thread, so that other work on the machine counts little.
 
 python -m benchmarks.split.draft_host --out benchmarks/results/draft_host.json
 """
@@ -52,7 +52,7 @@ _MOST_TOKENS = 8
 
 
 class ToldTrees:
-    """Of all requests. It asks no author, who would put in order for that what is to be measured in disorder."""
+    """The trees of all requests as told. Asking authors would tidy their state, and untidy state is to be timed."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -61,7 +61,7 @@ class ToldTrees:
         self._below: dict[int, defaultdict[int, dict[int, tuple[int, float]]]] = {}  # node to token to id and chance
 
     def note(self, grow: Grow) -> None:
-        """A draft told this."""
+        """Add the nodes that a draft told."""
         if self._epochs.get(grow.request) != grow.epoch:
             self._epochs[grow.request], self._below[grow.request] = grow.epoch, defaultdict(dict)
         columns = (grow.parents, grow.token_ids, grow.scores)
@@ -69,7 +69,7 @@ class ToldTrees:
             self._below[grow.request][parent][token] = (node, math.exp(score))
 
     def commit(self, request: int, epoch: int, root: int) -> list[int]:
-        """Tokens below the root of a tree: a path that was told, and one more."""
+        """Draw tokens below the root of a tree: a path of told nodes, and one more token."""
         told = self._below[request] if self._epochs.get(request) == epoch else {}
         tokens: list[int] = []
         node: int | None = root
@@ -85,7 +85,7 @@ class ToldTrees:
 VOCAB = 32000
 PROMPT = 40
 _DRAWN = 4099
-"""Sets of candidates that the scripted model has."""
+"""Number of the scripted model's sets of candidates."""
 PHASES = (
     ("gap", "gap between bursts"),
     ("gap_commit", "gap after commits"),
@@ -105,14 +105,14 @@ PHASES = (
 
 
 class Clock:
-    """Seconds by phase, of each turn."""
+    """Seconds by phase, for each turn."""
 
     def __init__(self) -> None:
         self.turn: defaultdict[str, float] = defaultdict(float)
         self.turns: list[dict[str, float]] = []
 
     def time(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, and its time counted under `phase`."""
+        """Return `call` with its time counted under `phase`."""
 
         def timed(*args: object, **named: object) -> object:
             start = time.thread_time()
@@ -124,7 +124,7 @@ class Clock:
         return timed
 
     def end_turn(self) -> None:
-        """What follows is another turn's."""
+        """Begin another turn."""
         self.turns.append(dict(self.turn))
         self.turn.clear()
 
@@ -139,9 +139,9 @@ class DrawnBurst:
     copy: int
     first_step: int = 0
     further: int = 0
-    """Steps, if it is a further part of a burst."""
+    """Number of steps, if this continues a burst."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Pool and free slots, from part to part."""
+    """Pool and free slots, passed from part to part."""
     ran: bool = True
 
     @property
@@ -163,7 +163,7 @@ class DrawnBurst:
         return True
 
     def go_on(self, num_steps: int, reroots: Reroots | None = None) -> DrawnBurst | None:
-        """See PendingBurst. Trees are told their old roots alone, for slots: commits arrive when a burst is over."""
+        """See PendingBurst. Reroots only free slots here: commits arrive when a burst is over."""
         if reroots is not None:
             for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
                 self.state["free"][row] += slots.tolist()
@@ -184,7 +184,7 @@ class DrawnBurst:
 
 
 class DrawingRunner:
-    """See BurstRunner. Its model knows chances alone; tokens are drawn."""
+    """See BurstRunner. Its model knows only chances; tokens are drawn."""
 
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
@@ -195,7 +195,7 @@ class DrawingRunner:
         self.buckets = StepBuckets(shape)
         self.moved = 0
         self._fill = clock.time("fill", self.input.fill)
-        # Drawn beforehand, so that what a device would do does not empty the caches.
+        # Drawn beforehand, so that the stand-in for device work does not empty the caches.
         luck, branching = np.random.default_rng(0), shape.branching
         chances = np.sort(luck.dirichlet([0.3] * branching, _DRAWN))[:, ::-1] * 0.95 + 1e-6
         self._edges = np.log(chances).astype(np.float32)
@@ -237,7 +237,7 @@ class DrawingRunner:
         return self.queued[-1]
 
     def finish(self) -> None:
-        """What a device would do meanwhile."""
+        """Do a device's work."""
         if not self.queued:
             return
         pending = self.queued.pop(0)
@@ -290,7 +290,7 @@ class DrawingRunner:
 
 @dataclass(eq=False)
 class Peer:
-    """Takes what the service says."""
+    """Receives the service's messages."""
 
     vocab_size: int = VOCAB
     parts: frozenset[int] | None = None
@@ -341,14 +341,14 @@ class Service:
             setattr(owner, name, self.clock.time(phase, getattr(owner, name)))
 
     def turn(self, *, commit: bool) -> None:
-        """A burst comes in, perhaps after commits, and the next one goes out."""
+        """Take in a burst, perhaps after commits, and launch the next one."""
         self.runner.finish()
         before = self.clock.turn
         if commit:
             if (active := self._growth._active) is not None:
-                active.is_outdated = True  # it ends, as with a commit that its device cannot be told of
+                active.is_outdated = True  # ends it, like a commit that cannot be told to its device
             self._commit()
-        for _ in range(1 + commit):  # commits are followed first, and what is under way ends then
+        for _ in range(1 + commit):  # the first call ends a running burst after commits
             self._growth.grow(math.inf, never)
         self.requests.send_nodes()
         received, self.peer.received = self.peer.received, []
@@ -373,7 +373,7 @@ class Service:
             author = self.requests._trees[self.peer, number].author
             tokens = self._told.commit(number, author.epoch, author.root)
             known, sent = author.committed_len, author.next_id - 1
-            # As if verify had seen all but what came last; it resolves what it finds.
+            # As if verify had seen all but the last nodes, so that it resolves what it finds.
             message = Commit(number, known, list(tokens), author.epoch, max(0, sent - 64), None, self._credit)
             self._handle(self.peer, message)
             self._send_features(number, known - 1, len(tokens))
@@ -384,12 +384,12 @@ class Service:
 
 
 def never() -> bool:
-    """Nothing arrives."""
+    """Return False: nothing arrives."""
     return False
 
 
 def measure(num_requests: int, options: argparse.Namespace) -> list[Row]:
-    """All rows of so many requests."""
+    """Return all rows for a number of requests."""
     service = Service(num_requests, options)
     gc.collect()
     gc.disable()
@@ -420,7 +420,7 @@ def measure(num_requests: int, options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--nodes", type=int, default=64, help="tree nodes of a verify round, over all requests")

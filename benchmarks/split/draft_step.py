@@ -1,7 +1,7 @@
-"""What a draft step costs in a burst, by its nodes, requests and context; memory; the host's time for a launch.
+"""Cost of a draft step in a burst, by its nodes, requests and context; memory; the host's time for a launch.
 
-A step is everything between two looks at the candidates: the choice of nodes, the forward, the proposals. Its time is
-that of a burst of many steps less that of one with a single step, divided by the steps between. All nodes are real.
+A step is everything between two choices among the candidates: the choice of nodes, the forward, the proposals. Its time
+is that of a burst of many steps less that of a burst of one step, over the number of steps between. All nodes are real.
 
 python -m benchmarks.split.draft_step --standalone MODEL --random-eagle3 --out benchmarks/results/draft_step.json
 python -m benchmarks.split.draft_step --random-standalone --random-eagle3 --rows 1 --nodes 32 --contexts 256 1024
@@ -41,13 +41,13 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 from outrider_tools.inflate.shapes import Shape
 
 SMALL = Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536)
-"""SmolLM2-135M's; its embedding is its output matrix, too."""
+"""Shape of SmolLM2-135M, whose embedding is its output matrix, too."""
 SMALL_VOCAB = 49152
 
 
 @torch.inference_mode()
 def fill_random(model: CausalLM | DraftHead) -> None:
-    """Give a model that was just made its weights: ones for norms."""
+    """Give a new model random weights, and ones for norms."""
     for tensor in model.checkpoint_tensors().values():
         tensor.fill_(1.0) if tensor.ndim == 1 else tensor.normal_(0.0, 0.02)
     model.finish_loading()
@@ -57,7 +57,7 @@ def fill_random(model: CausalLM | DraftHead) -> None:
 def random_model(
     sizes: Shape, vocab_size: int, dtype: torch.dtype, device: torch.device, tied: bool = False
 ) -> CausalLM:
-    """A Llama of that shape; its embedding is the output matrix, too, if `tied`."""
+    """Return a random Llama of that shape. If `tied`, its embedding is the output matrix, too."""
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab_size,
@@ -109,7 +109,7 @@ class DraftStepCase:
 
 
 def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
-    """An EAGLE-3 head of random weights with a draft vocabulary of every fourth token."""
+    """Return an EAGLE-3 head of random weights with every fourth token as its vocabulary."""
     config = eagle3_config(HEAD_8B, {"fc.weight"}, 32, 4096)
     ids = torch.arange(0, 4 * config.draft_vocab_size, 4, dtype=torch.int32, device=device)
     head = Eagle3Head(config, dtype, device, ids)
@@ -118,7 +118,7 @@ def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
 
 
 def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, DraftModel]]:
-    """Those that were asked for, one after the other, named as in reports."""
+    """Yield the requested models, one after the other, with their names in reports."""
     for name, path in (("standalone", options.standalone), ("eagle3", options.eagle3)):
         if path:
             told = DraftOptions(
@@ -137,7 +137,7 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
 
 
 def make_runner(model: DraftModel, cases: list[DraftStepCase], branching: int) -> BurstRunner:
-    """One that holds every case."""
+    """Return a runner with room for every case."""
     rows, context = max(case.rows for case in cases), max(case.context for case in cases)
     width = max(case.nodes for case in cases)
     shape = BurstShape(
@@ -161,7 +161,7 @@ def make_runner(model: DraftModel, cases: list[DraftStepCase], branching: int) -
 
 
 class DraftStepBench:
-    """A case's requests in a runner: their roots have been run, and there is more to run than there is time for."""
+    """A case's requests in a runner. Their roots have been run, and there are more nodes to run than time for them."""
 
     def __init__(self, runner: BurstRunner, case: DraftStepCase, temperature: float) -> None:
         self._runner, self._case = runner, case
@@ -175,7 +175,7 @@ class DraftStepBench:
         self.steps = max(min(_MAX_STEPS, runner.shape.max_seeds // case.nodes, self._room // case.nodes), 2)
 
     def measure(self, repeats: int) -> tuple[float, float]:
-        """Milliseconds of a step, and of the host for the launch of the longest burst."""
+        """Return the milliseconds of a step, and the host's milliseconds to launch the longest burst."""
         short, long = ([self._time(steps) for _ in range(repeats)] for steps in (1, self.steps))
         step_ms = (_median(long, 0) - _median(short, 0)) / (self.steps - 1)
         return step_ms, _median(long, 1)
@@ -185,7 +185,7 @@ class DraftStepBench:
         return self._run(self._burst(num_steps, [0] * count, [-1] * count, -1.0))
 
     def _burst(self, num_steps: int, parents: list[int], slots: list[int], score: float) -> Burst:
-        """Seeds in turn of all rows; candidates score less than any seed, so that seeds are what is run."""
+        """Return a burst with seeds for all rows in turn. Candidates score below seeds, so that only seeds are run."""
         count, case = len(parents), self._case
         live = np.zeros(self._runner.shape.region, np.bool_)
         live[0] = score <= 0
@@ -205,7 +205,7 @@ class DraftStepBench:
         return Burst(rows, seeds, num_steps, case.nodes, -1e9)
 
     def _run(self, burst: Burst) -> tuple[float, float]:
-        """Milliseconds of the burst and of its launch. Raises RuntimeError if a step was not full."""
+        """Return the milliseconds of the burst and of its launch. Raises RuntimeError if a step was not full."""
         begin = time.perf_counter()
         if self._on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -228,7 +228,7 @@ def _median(times: list[tuple[float, float]], which: int) -> float:
 
 
 def measure(name: str, model: DraftModel, cases: list[DraftStepCase], options: argparse.Namespace) -> list[Row]:
-    """All rows of a model."""
+    """Return all rows of a model."""
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -253,7 +253,7 @@ def measure(name: str, model: DraftModel, cases: list[DraftStepCase], options: a
 
 
 def main() -> None:
-    """Parse options, measure, print, write."""
+    """Parse options, measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--standalone", default="", help="a small language model: folder or name")
     parser.add_argument("--random-standalone", action="store_true", help="a random model of SmolLM2-135M's shape")

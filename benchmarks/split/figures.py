@@ -1,4 +1,4 @@
-"""Figures of a case of the split benchmark, from answers, metrics pages and process costs."""
+"""Figures of a case of the split benchmark, computed from answers, metrics pages and process costs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _DRAFT = "outrider_draft_"
 
 @dataclass
 class Measured:
-    """A case that was run."""
+    """A case after its run."""
 
     case: SplitCase
     title: str
     answers: CaseAnswers
     verify: MetricsPage
-    """What came during the run."""
+    """What verify's metrics gained during the run."""
     draft: MetricsPage = field(default_factory=MetricsPage)
     draft_cost: Cost | None = None
     """Processor time of the run, memory at its end."""
     start_seconds: float = 0.0
-    """Of the draft service."""
+    """Seconds that the draft service took to start."""
     figures: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Value and unit by metric."""
 
     def add(self, metric: str, value: float, unit: str) -> None:
-        """One more figure."""
+        """Add a figure."""
         self.figures[metric] = (value, unit)
 
     def get(self, metric: str) -> float:
-        """A figure; NaN where the case has none of that name."""
+        """Return a figure; NaN if the case has none of that name."""
         return self.figures[metric][0] if metric in self.figures else float("nan")
 
     def rows(self) -> list[Row]:
-        """For the report."""
+        """Return the figures as rows of the report."""
         return [Row(self.title, metric, value, unit) for metric, (value, unit) in self.figures.items()]
 
 
 def work_out(measured: Measured) -> None:
-    """Fill in all figures that need no other case."""
+    """Compute all figures that need no other case."""
     answers, verify = measured.answers, measured.verify
     rounds = max(answers.rounds, 1)
     measured.add("tokens_per_second", answers.tokens / answers.seconds, "tokens/s")
@@ -74,7 +74,7 @@ def _times(measured: Measured, metric: str, histogram: Histogram, quantiles: Seq
 
 
 def _rounds(measured: Measured) -> None:
-    """Where a round's time goes: GPU, host, hold."""
+    """Compute the parts of a round's time: GPU, host, hold."""
     verify = measured.verify
     rounds = max(verify.total(f"{_VERIFY}rounds"), 1)
     measured.add("rounds", rounds, "rounds")
@@ -88,7 +88,7 @@ def _rounds(measured: Measured) -> None:
 
 
 def _ahead(measured: Measured) -> None:
-    """How far the draft was ahead."""
+    """Compute how far the draft was ahead."""
     verify = measured.verify
     drafted = max(verify.total(f"{_VERIFY}drafted_rounds"), 1)
     measured.add("hit_rate", verify.total(f"{_VERIFY}hit_rounds") / drafted, "ratio")
@@ -101,7 +101,7 @@ def _ahead(measured: Measured) -> None:
 
 
 def _drafting(measured: Measured) -> None:
-    """What the draft service did and used: whatever it counts and times, by the name that it has there."""
+    """Compute the draft service's work and costs: all that it counts and times, under its own names."""
     seconds, page = measured.answers.seconds, measured.draft
     for name, count in page.counters.items():
         if name.startswith(_DRAFT) and count:
@@ -125,7 +125,7 @@ def _drafting(measured: Measured) -> None:
 
 
 def compare(runs: Sequence[Measured]) -> None:
-    """Fill in the figures that set a case beside plain decoding and beside lockstep."""
+    """Compute the figures that compare a case with plain decoding and with lockstep."""
     for run in runs:
         plain = _plain_for(run, runs)
         if plain is None or not run.case.drafts:
@@ -151,7 +151,7 @@ def compare(runs: Sequence[Measured]) -> None:
 
 
 def _plain_for(run: Measured, runs: Sequence[Measured]) -> Measured | None:
-    """Plain decoding of the same prompts."""
+    """Return the run of plain decoding with the same prompts."""
     for other in runs:
         if not other.case.drafts and other.case.load == run.case.load:
             return other
@@ -164,7 +164,7 @@ def _same_but_lockstep(case: SplitCase, other: SplitCase) -> bool:
 
 
 def _agreed(one: list[int], other: list[int]) -> int:
-    """Tokens until two texts part."""
+    """Return the number of tokens until two texts differ."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -190,7 +190,7 @@ COLUMNS = (
 
 
 def table(runs: Sequence[Measured]) -> str:
-    """All cases in short; times in ms."""
+    """Return all cases in short, with times in ms."""
     titles = [" ".join(run.title.split()[1:]) for run in runs]
     width = max(map(len, titles), default=0)
     lines = [" " * width + "".join(f"{head:>7}" for head, _, _ in COLUMNS)]

@@ -26,7 +26,7 @@ class CaseAnswers:
     """All answers of a case."""
 
     texts: list[list[int]] = field(default_factory=list)
-    """Token ids of each, in the order of the prompts."""
+    """Token ids of each answer, in the order of the prompts."""
     seconds: float = 0.0
     rounds: int = 0
     drafted: int = 0
@@ -34,7 +34,7 @@ class CaseAnswers:
 
     @property
     def tokens(self) -> int:
-        """In all."""
+        """Tokens of all answers."""
         return sum(map(len, self.texts))
 
 
@@ -44,17 +44,17 @@ _SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["tit
         "type": "object", "additionalProperties": false, "required": ["name", "detail", "weight"], "properties": {
             "name": {"type": "string", "maxLength": 40}, "detail": {"type": "string", "maxLength": 160},
             "weight": {"type": "integer", "minimum": 0, "maximum": 100}}}}}}"""
-"""Of the answers of cases with JSON."""
+"""Schema of the answers of cases with JSON."""
 
 
 def read_prompts(path: Path) -> list[str]:
-    """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
+    """Return the first turns of a file with a JSON object, with "turns" or "prompt", in each line."""
     lines = [line for _, line in json_objects(path, str(path))]
     return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
 
 
 def chat_prompts(folder: Path, path: Path) -> list[list[int]]:
-    """Token ids of such questions as a chat asks the model in `folder`: heads guess little behind anything else.
+    """Return such questions as token ids in the chat of the model in `folder`: heads guess little in other text.
 
     Raises ConfigError for a model without a chat template.
     """
@@ -66,7 +66,7 @@ def chat_prompts(folder: Path, path: Path) -> list[list[int]]:
 
 
 def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: Tokenizer) -> list[str]:
-    """As many prompts as the case asks for, of so many tokens: else `least`, and two for each place of a batch."""
+    """Return as many prompts as the case asks for (or `least`, and two for each place of a batch), of its length."""
     count = case.num_prompts or max(least, 2 * case.batch if case.batch > 1 else 0)
     if not case.context:
         return [questions[index % len(questions)] for index in range(count)]
@@ -77,14 +77,14 @@ def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: To
         while room > 0:
             parts.append(questions[place % len(questions)])
             room -= lengths[place % len(questions)]
-            # Another order each time the questions come round again.
+            # Join questions in another order each time that they are used again.
             place += 1 + index // len(questions)
         prompts.append(tokenizer.decode(tokenizer.encode("\n".join(parts)).ids[: case.context]))
     return prompts
 
 
 def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway_pb2.GatewayServiceGenerateRequest:
-    """A user turn."""
+    """Return a request with one user turn."""
     grammar = common_pb2.Grammar(json_schema=_SCHEMA) if case.json else None
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
@@ -126,7 +126,7 @@ async def answer_all(address: str, prompts: list[str], case: SplitCase, max_toke
 
 
 def warm_up(address: str, case: SplitCase, prompts: list[str], max_tokens: int) -> None:
-    """Some answers before those that count: drafts are calibrated, and code is warm, for such prompts, too."""
+    """Ask for some answers that do not count, to calibrate drafts and warm up code, for such prompts, too."""
     asyncio.run(answer_all(address, prompts, case, 2))
     others = [WARM_PROMPTS[place % len(WARM_PROMPTS)] for place in range(max(case.batch, 2))]
     asyncio.run(answer_all(address, others, case, max_tokens))

@@ -1,9 +1,9 @@
-"""A worse copy of a model, as a draft model that is known to be as good as its noise is small.
+"""Make a worse copy of a model, as a draft model whose quality is set by its noise.
 
 python -m benchmarks.split.noisy_draft SmolLM2-135M-Instruct /models/smollm2-noise-0.10 --noise 0.10
 
-Gaussian noise of `--noise` times a matrix's own standard deviation is added to every matrix but the embedding; norms
-and biases stay. A tied output matrix is the embedding and stays with it.
+Every matrix but the embedding gets Gaussian noise of `--noise` times its own standard deviation; norms and biases stay.
+A tied output matrix is the embedding, and stays, too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def noisy(name: str, weight: Tensor, noise: float, seed: int, device: torch.device) -> Tensor:
-    """`weight` with noise if it is a matrix. It depends on `seed`, the name and the kind of device alone."""
+    """Return `weight`, with noise if it is a matrix. The noise depends only on `seed`, name and kind of device."""
     if weight.dim() != 2 or name == EMBEDDING:
         return weight
     values = weight.to(device, torch.float32)
-    # Hashed together: the CPU's generator takes no more than 32 bits.
+    # Seed and name are hashed together: the CPU's generator takes at most 32 bits.
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     added = torch.empty_like(values).normal_(0.0, 1.0, generator=generator)
     return values.add_(added, alpha=noise * float(values.std())).to(weight.dtype).cpu()
@@ -41,7 +41,7 @@ def noisy(name: str, weight: Tensor, noise: float, seed: int, device: torch.devi
 def make_noisy(
     source: Path, out: Path, noise: float, seed: int, dtype: torch.dtype | None, device: torch.device
 ) -> int:
-    """Write the copy; returns its bytes of weights. `dtype` None keeps each tensor's own.
+    """Write the copy. Return the bytes of its weights. A `dtype` of None keeps each tensor's own.
 
     Raises:
         ConfigError: the source has no weights, or `out` exists.

@@ -1,8 +1,8 @@
-"""What drafting inside the round costs on the device, of a block head and of an EAGLE-3 head.
+"""Device cost of drafting inside the round, with a block head and with an EAGLE-3 head.
 
-Behind a round that commits two tokens of each request: the draft model's work on them, steps and the choice of nodes,
-without the round itself. Heads have the shape of an 8B model and random weights, for only time is asked for; `--small`
-takes that of the head that ships.
+Measured after a round that commits two tokens of each request: the draft model's work on them, steps and the choice of
+nodes, without the round itself. Heads have the shape of an 8B model, and random weights, since only times matter;
+`--small` takes the shape of the shipped head.
 
 python -m benchmarks.split.round_draft --layers 1 2 5 --out benchmarks/results/round_draft_h100.json
 """
@@ -31,7 +31,7 @@ PAGE_SIZE, COMMITTED = 16, 2
 
 
 class FixedRounds:
-    """Rounds of `num_rows` requests, each of which commits as many tokens behind a context of `length`."""
+    """Rounds of `num_rows` requests; each request commits the same number of tokens after a context of `length`."""
 
     def __init__(self, model: DraftModel, num_rows: int, length: int, num_slots: int) -> None:
         device = model.device
@@ -67,7 +67,7 @@ class FixedRounds:
 
 
 def measure(model: DraftModel, num_rows: int, context: int, steps: list[int], nodes: int, repeats: int) -> list[float]:
-    """Milliseconds of drafting with each number of steps."""
+    """Return the milliseconds of drafting for each number of steps."""
     pages = -(-(context + 64) // PAGE_SIZE)
     shape = BurstShape(
         num_rows=num_rows,
@@ -124,7 +124,7 @@ def _time(drafter: RoundDrafter, shape: RoundShape, num_steps: int, num_nodes: i
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=[1, 2, 5])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])

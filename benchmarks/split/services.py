@@ -1,4 +1,4 @@
-"""The services of the split benchmark: verify stays, the draft changes from case to case."""
+"""The services of the split benchmark: verify stays up, the draft changes from case to case."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Lines = Callable[[str, str], None]
 
 
 class StartedTarget:
-    """Verify and gateway, dialling one address per drafter, so that what is learned of one is not taken for another.
+    """Verify and gateway. Verify dials one address for each drafter, so that it does not mix up what it learns of them.
 
-    An address is a link to the socket of whichever draft service is to serve, or to none.
+    An address is a link to the socket of the draft service that serves at the time, or to none.
     """
 
     def __init__(self, options: VerifyOptions, drafters: Sequence[str], on_line: Lines) -> None:
-        """`drafters`: names of those that it dials."""
+        """`drafters` are the names of the drafters to dial."""
         self._folder = tempfile.TemporaryDirectory(prefix="split-")
         self._links = {drafter: Path(self._folder.name) / f"{number}.sock" for number, drafter in enumerate(drafters)}
         addresses = tuple(f"unix:{link}" for link in self._links.values())
@@ -53,18 +53,18 @@ class StartedTarget:
         self._folder.cleanup()
 
     def page(self) -> MetricsPage:
-        """Verify's metrics now."""
+        """Return verify's metrics now."""
         return MetricsPage.read(self.cluster.metrics_url("verify"))
 
     def connect(self, drafter: str, draft: StartedDraft) -> None:
-        """Let a draft service serve, with features if it takes any. Raises TimeoutError if that takes too long."""
+        """Let a draft service serve, with features if it takes any. Raises TimeoutError if this takes too long."""
         link = self._links[drafter]
         link.unlink(missing_ok=True)
-        # On a CPU a drafter in verify's own process counts, too.
+        # On a CPU, a drafter in verify's own process counts as healthy, too.
         self._others = self.page().gauges.get(_HEALTHY, 0.0)
         link.symlink_to(draft.cluster.address("draft").removeprefix("unix:"))
         self._wait(lambda page: page.gauges.get(_HEALTHY, 0.0) > self._others, "connect to the draft")
-        # Requests that begin before would be answered without, and beside captures.
+        # Earlier requests would be answered without the draft, and compete with graph captures.
         what = "store features for the draft"
         self._wait(lambda page: not page.gauges.get(_WAITING) and not page.gauges.get(_PENDING), what, PREPARE_SECONDS)
 
@@ -103,12 +103,12 @@ class StartedDraft:
         self.start_seconds = time.perf_counter() - start
 
     def page(self) -> MetricsPage:
-        """Its metrics now."""
+        """Return the draft service's metrics now."""
         return MetricsPage.read(self.cluster.metrics_url("draft"))
 
     @property
     def pid(self) -> int:
-        """Of the service's process."""
+        """Process id of the draft service."""
         return self.cluster.draft.pid
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class StartedDraft:
 
 
 def start_together(services: Sequence[StartedTarget | StartedDraft]) -> list[Exception | None]:
-    """Start all at once; what went wrong with each."""
+    """Start all services at once. Return each one's error, or None."""
 
     def start(service: StartedTarget | StartedDraft) -> Exception | None:
         try:
