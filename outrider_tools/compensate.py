@@ -158,16 +158,16 @@ def _first_token(source: Path) -> int:
 
 
 def compensated(matrix: Tensor, moments: Tensor, scales: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
-    """`matrix` float32 [out, in] with each weight at a number of its grid.
+    """Return `matrix`, float32 [out, in], with each weight rounded to a number of its grid.
 
-    `moments` [in, in] are those of the rows; `scales` [out, in] and `nearest`, of weights over scales, make the grid.
+    `moments` [in, in] are those of the rows. The grid is `scales` [out, in] times the numbers that `nearest` rounds to.
     """
     size = matrix.shape[1]
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
     ordered = moments[order][:, order].double()
     ordered.diagonal().add_(DAMPING * float(ordered.diagonal().mean()) + 1e-12)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
-    # Row k: how an error in column k is best made up for in those behind it.
+    # Row k says how the columns behind column k best make up for its error.
     factors = torch.linalg.cholesky(inverse, upper=True).float()
     left, scales = matrix[:, order], scales[:, order]
     found = torch.empty_like(left)

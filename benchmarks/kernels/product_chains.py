@@ -50,7 +50,7 @@ from outrider_tools.inflate.shapes import parse_shape
 from outrider_tools.quantize import quantize
 
 Shape = tuple[int, int, bool]
-"""num_out, size and gated, as kernels.linear_configs has them."""
+"""num_out, size and gated, as in kernels.linear_configs."""
 Cut = RingConfig | GemmConfig
 ADDED = ("down", "o")
 """Matrices whose products a model adds to its residual stream."""

@@ -231,7 +231,7 @@ def decode(text: BlockText, policy: str, num_nodes: int) -> Iterator[tuple[int, 
         yield new - root, waited
         if new >= len(tokens) - 1:
             return
-        if waited != "block":  # it came during the round
+        if waited != "block":  # the root's block came during the round
             block = root
             merge(tree, text.tree(text.rows(root), root, root, MOST_NODES))
         steps, left = walk(tree, tokens[root + 1 : new + 1])

@@ -17,7 +17,7 @@ from outrider.metrics import MetricsPage
 
 CONNECT_SECONDS = 30.0
 PREPARE_SECONDS = 180.0
-"""A draft that takes features gets them once verify's graphs store them."""
+"""Most seconds until a draft that takes features gets them: verify captures graphs that store them first."""
 _HEALTHY = "outrider_verify_healthy_drafts"
 _WAITING = "outrider_verify_drafts_waiting_for_features"
 _PENDING = "outrider_verify_graphs_pending"

@@ -159,12 +159,12 @@ def plan_target(
     num_graphs = 0 if options.disable_cuda_graph else count_graphs(options.max_round_tokens, options)
     budget = memory * options.mem_fraction_static
     outside = memory - budget
-    # Features are stored when a draft asks for them, in what is left outside of the budget.
+    # Features are stored when a draft asks for them, in memory outside of the budget.
     left = memory - CONTEXT_BYTES - other_bytes - weights - scratch
     room = max(0.0, left - outside) if memory else 0.0
     tokens = options.max_total_tokens or int(room // (per_token + beside))
     if memory and options.max_total_tokens * (per_token + beside) > left:
-        tokens = 0  # the service takes the number as it is, whatever --mem-fraction-static says
+        tokens = 0  # the service takes the number as it is, no matter what --mem-fraction-static says
     pages = tokens // options.page_size
     tokens = pages * options.page_size
     longest = min(config.max_positions, options.longest_request(tokens))

@@ -103,7 +103,7 @@ class TrainableLM(TrainableDrafter):
         return run
 
     def forward(self, token_ids: Tensor, spans: Spans, rotary: Rotary) -> Tensor:
-        """Hidden states [M, hidden] after the last norm, of sequences one after the other, int64 [M]."""
+        """Return hidden states [M, hidden] after the last norm, for the token ids of packed sequences, int64 [M]."""
         stream = self.embed_tokens(token_ids)
         if torch.is_autocast_enabled(token_ids.device.type):
             stream = stream.to(torch.get_autocast_dtype(token_ids.device.type))

@@ -244,7 +244,7 @@ class Report(StageBars):
         """Print a line, with the seconds since the start in front."""
         text = f"{time.monotonic() - self._start:7.1f} s  {text}"
         if self.bars is not None:
-            # Above the bars.
+            # The bars' console prints above them.
             self.bars.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self.stream, flush=True)

@@ -1,7 +1,7 @@
 """The trainable heads, under the key names of public ones: EAGLE, EAGLE-3, MTP in MiMo's layout, and DeepSpec's heads
 that guess blocks (DFLASH, DSPARK).
 
-EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858) have one head; EAGLE-3's (arXiv 2503.01840) is new, or from a folder.
+EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858) share a head; EAGLE-3's (arXiv 2503.01840) is new or from a folder.
 """
 
 from __future__ import annotations

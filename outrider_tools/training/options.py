@@ -60,7 +60,7 @@ class TrainerOptions:
     muon_learning_rate: float = flag(5e-3, "Muon's peak learning rate. Default: 0.005.", type=_RATE)
     """Scaled by a matrix's size, so that a step moves weights about as far as a step of AdamW."""
     average: float = flag(0.0, "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999))
-    """0 is off."""
+    """0 exports the last weights."""
     packed: bool = flag(True, "Batches of any shape on a GPU.", action="store_false")
     """Pad batches to one shape, on a GPU."""
     compile: bool = flag(True, "Compile nothing.", action="store_false")
