@@ -178,7 +178,7 @@ class Corpus:
         random = np.random.default_rng(self._seed)
         chosen = random.integers(0, len(openings), count)
         firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
-        return self._said(self.form.before, firsts, options.question_tokens, "questions")
+        return self._invented_texts(self.form.before, firsts, options.question_tokens, "questions")
 
     def _invent_messages(self, num_texts: int) -> list[str]:
         """Return invented system messages, each one meant for several of the conversations that get one."""
@@ -190,9 +190,14 @@ class Corpus:
             return []
         openings = [self.form.words(text) for text in SYSTEM_OPENINGS]
         firsts = [openings[number % len(openings)] for number in range(count)]
-        return [self.form.decode(said) for said in self._said(before, firsts, options.system_tokens, "system messages")]
+        return [
+            self.form.decode(said)
+            for said in self._invented_texts(before, firsts, options.system_tokens, "system messages")
+        ]
 
-    def _said(self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str) -> list[list[int]]:
+    def _invented_texts(
+        self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str
+    ) -> list[list[int]]:
         """Return what the target says after `before` and each of `firsts` (first words): only complete texts, without
         repeats and stop tokens."""
         if not firsts:
