@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _as_found(
+def _running_services(
     options: Mapping[str, ServiceOptions], arguments: argparse.Namespace, findings: list[Finding]
 ) -> dict[str, ServiceOptions]:
     """Return the services that `outrider up` runs here, with their addresses; empty if none runs or options give some.
@@ -180,7 +180,7 @@ def _drafts(placed: Placed) -> DraftOptions:
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
     """Return all findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
-    found = _as_found(options, arguments, findings)
+    found = _running_services(options, arguments, findings)
     if found and arguments.running:
         # Running services tell about themselves; what the options given here would start says nothing about them.
         planned = found
