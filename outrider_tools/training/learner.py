@@ -280,7 +280,7 @@ class Learner:
 
     def prepare(self, batch: TextBatch) -> None:
         """Fit the drafter to a batch. Called once, before the first step of a new training."""
-        given, _ = self._given(batch)
+        given, _ = self._draft_input(batch)
         places = torch.from_numpy(batch.targets[: batch.num_targets]).to(self._target.device)
         self.module.calibrate(given.features[places], given.embedded[places])
 
@@ -290,7 +290,7 @@ class Learner:
 
         The trainer sums the losses, weighted by `decay`, and runs backward.
         """
-        given, hidden = self._given(batch)
+        given, hidden = self._draft_input(batch)
         targets, found, counts = self._places(batch)
         hidden = hidden.index_select(0, targets)
         target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
@@ -313,7 +313,7 @@ class Learner:
                 rates.append(hits.sum() / count)
         return torch.stack(losses), torch.stack(rates)
 
-    def _given(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
+    def _draft_input(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
         """Return the drafter's input, and the target's hidden states [M, hidden]."""
         target = self._target
         token_ids = put(batch.token_ids, target.device)
