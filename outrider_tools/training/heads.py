@@ -81,13 +81,13 @@ class TrainableEagleHead(TrainableHead):
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """See TrainableHead."""
         scaled = torch.cat([embedded / self.token_scale, feature / self.feature_scale], -1)
-        stream = self._grown(self.fc(scaled.to(feature.dtype)))
+        stream = self._rescaled(self.fc(scaled.to(feature.dtype)))
         return stream, (stream / self.feature_scale).to(stream.dtype)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """See TrainableHead."""
-        stream = stream + self._grown(self.layer.self_attn.output(attended))
-        return stream + self._grown(self.layer.mlp(self.layer.post_attention_layernorm(stream)))
+        stream = stream + self._rescaled(self.layer.self_attn.output(attended))
+        return stream + self._rescaled(self.layer.mlp(self.layer.post_attention_layernorm(stream)))
 
     def public_state(self) -> dict[str, Tensor]:
         """See TrainableDrafter."""
@@ -104,7 +104,7 @@ class TrainableEagleHead(TrainableHead):
         """See TrainableDrafter."""
         return llama_fields(self.config, "LlamaForCausalLMEagle", target_fields)
 
-    def _grown(self, rows: Tensor) -> Tensor:
+    def _rescaled(self, rows: Tensor) -> Tensor:
         return (rows * self.feature_scale).to(rows.dtype)
 
 
