@@ -121,7 +121,7 @@ class Corpus:
             self.ranks.barrier()
             if self.ranks.is_main:
                 parts = [self._part(rank) for rank in range(self.ranks.count)]
-                texts = Texts.together([Texts.load(part) for part in parts])
+                texts = Texts.concat([Texts.load(part) for part in parts])
                 texts = texts.without(ending for question in held_out for ending in endings(self.form, question))
                 if not len(texts):
                     raise ConfigError("there are no questions to train on; give a file, or let the target invent more")

@@ -52,7 +52,7 @@ class Texts:
         return cls(tokens, _offsets(lengths), np.array([len(prompt) for prompt in prompts], np.int32))
 
     @classmethod
-    def together(cls, parts: Sequence[Texts]) -> Texts:
+    def concat(cls, parts: Sequence[Texts]) -> Texts:
         """Concatenate texts."""
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(

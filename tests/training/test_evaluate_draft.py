@@ -49,7 +49,7 @@ def drafters(
     found = {}
     for kind in KINDS:
         # On the very texts, so that some guesses are right at every depth and temperature.
-        texts = Texts.together([answers[0.0].texts, answers[1.0].texts])
+        texts = Texts.concat([answers[0.0].texts, answers[1.0].texts])
         learner = train_drafter(target, texts, kind, 12)
         found[kind] = loaded_drafter(target, learner, kind, tmp_path_factory.mktemp(kind))
     return found
