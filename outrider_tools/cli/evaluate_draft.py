@@ -104,7 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Each way to ask the questions, with its name in the report; the plain chat template comes first.
     forms = [("", chat)]
     for text in arguments.system:
-        forms.append((f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.behind(text)))
+        forms.append(
+            (f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.with_system(text))
+        )
     if arguments.raw:
         forms.append(("raw", chat.raw()))
     with import_module("outrider_tools.training.figures").Report() as report:

@@ -75,7 +75,7 @@ class ChatForm(QuestionForm):
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         super().__init__(tokenizer, *self._cut(self._render(_USER)))
 
-    def behind(self, system: str) -> QuestionForm:
+    def with_system(self, system: str) -> QuestionForm:
         """Return the same chat after that system message; "" for none, not even the template's own.
 
         Raises ConfigError if the template takes no system message, or cannot do without.
@@ -226,9 +226,9 @@ class Beginnings:
         self._chat = chat
         self._share = share
         self._random = np.random.default_rng(seed)
-        self._own = [_form(chat.behind, message) or chat for message in SYSTEM_MESSAGES]
-        self._invented = [_form(chat.behind, message) or chat for message in invented]
-        self._bare = _form(chat.behind, "") or chat
+        self._own = [_form(chat.with_system, message) or chat for message in SYSTEM_MESSAGES]
+        self._invented = [_form(chat.with_system, message) or chat for message in invented]
+        self._bare = _form(chat.with_system, "") or chat
         self._raw = chat.raw()
 
     @property

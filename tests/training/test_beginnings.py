@@ -39,7 +39,7 @@ def test_a_share_of_the_prompts_begins_otherwise_and_a_seed_says_which(chat: Cha
     assert prompts[:100] != [other.prompt(QUESTION) for _ in range(100)]
     usual = chat.ask(QUESTION)
     raw = chat.words("What is")
-    system = [chat.behind(message).ask(QUESTION) for message in (*SYSTEM_MESSAGES, "Invented.")]
+    system = [chat.with_system(message).ask(QUESTION) for message in (*SYSTEM_MESSAGES, "Invented.")]
     # The tiny template puts no system message of its own, so a chat without one is the usual chat.
     assert prompts.count(usual) == pytest.approx(800 * (0.5 + 0.125), abs=60)
     assert sum(prompt[: len(raw)] == raw for prompt in prompts) == pytest.approx(100, abs=40)
@@ -100,7 +100,7 @@ def test_the_record_says_what_texts_begin_with(target: TargetModel, chat: ChatFo
     assert sum(counts.values()) == len(texts) and min(counts.values()) > 0 and len(counts) == 3
     record = json.loads((tmp_path / "1.0" / "texts.json").read_text())
     assert record["beginnings"] == counts and record["options"]["beginnings"] == 1.0
-    own = [chat.behind(message).before for message in SYSTEM_MESSAGES]
+    own = [chat.with_system(message).before for message in SYSTEM_MESSAGES]
     assert any(prompt[: len(before)] == before for prompt in prompts for before in own)
     assert make(1.0)[1] == counts
     usual, counts = make(0.0)

@@ -364,8 +364,8 @@ def test_a_chat_begins_behind_any_system_message_and_behind_none(tiny_folder: Pa
 
     bos, turn = "<|endoftext|>", "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert said(form) == f"{bos}<|im_start|>system\nOur own.<|im_end|>\n{turn}"
-    assert said(form.behind("Be brief.")) == f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n{turn}"
-    assert said(form.behind("")) == bos + turn
+    assert said(form.with_system("Be brief.")) == f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n{turn}"
+    assert said(form.with_system("")) == bos + turn
     assert said(form.raw()) == bos + "Who?"
     header = form.system_form().before
     assert form.tokenizer.decode(header, skip_special_tokens=False) == f"{bos}<|im_start|>system\n"
@@ -388,9 +388,9 @@ def test_a_template_is_rendered_as_the_gateway_does(tiny_folder: Path, tmp_path:
 def test_templates_that_cannot_begin_otherwise_say_so(tiny_folder: Path, tmp_path: Path) -> None:
     folded, deaf = (form_of(tiny_folder, tmp_path / name, text) for name, text in (("a", FOLDED), ("b", DEAF)))
     with pytest.raises(ConfigError, match="does not part a system message from the user's words"):
-        folded.behind("")
+        folded.with_system("")
     with pytest.raises(ConfigError, match=r"leaves out the system message 'Be brief\.'"):
-        deaf.behind("Be brief.")
+        deaf.with_system("Be brief.")
 
 
 def test_damaged_questions_are_named(tmp_path: Path) -> None:
