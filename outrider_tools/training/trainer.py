@@ -70,7 +70,7 @@ class Average:
         torch._foreach_lerp_(self._averages, list(weights), 1.0 - share)
 
     @torch.no_grad()
-    def give(self, weights: Sequence[Tensor]) -> None:
+    def copy_to(self, weights: Sequence[Tensor]) -> None:
         """Overwrite the weights with their averages."""
         torch._foreach_copy_(list(weights), self._averages)
 
@@ -205,7 +205,7 @@ class Trainer:
             self._log(gathered, None)
         self._save()
         if self._average is not None and self._done():
-            self._average.give(self._parameters)
+            self._average.copy_to(self._parameters)
         return self.history
 
     def _done(self) -> bool:
