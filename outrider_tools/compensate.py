@@ -103,7 +103,7 @@ class InputMoments:
         return found
 
 
-def calibrated(source: Path, text: str, device: torch.device) -> InputMoments:
+def calibration_moments(source: Path, text: str, device: torch.device) -> InputMoments:
     """Return moments of a checkpoint's layers for the text file `text`, or for the model's own text if it is "own".
 
     Raises ConfigError if the checkpoint is no decoder of ours, or there is no text.

@@ -27,7 +27,7 @@ from outrider.models.fields import read_json
 from outrider.models.loader import text_name
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.models.weights import StoredTensor, stored_tensors, write_shards
-from outrider_tools.compensate import InputMoments, calibrated, compensated
+from outrider_tools.compensate import InputMoments, calibration_moments, compensated
 from outrider_tools.files import copy_files, whole_output
 
 BLOCK = 128
@@ -126,7 +126,7 @@ def quantize(
         moments = None
         if calibration != "none":
             progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
-            moments = calibrated(source, calibration, device)
+            moments = calibration_moments(source, calibration, device)
         copy_files(source, work, ("*.json", "*.jinja", "*.txt", "*.model"))
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         stage = f"writing {out.name}"

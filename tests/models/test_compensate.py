@@ -11,7 +11,7 @@ from tiny_models import run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
 from outrider.models.loader import load_decoder, load_model
-from outrider_tools.compensate import InputMoments, calibrated, compensated, own_text
+from outrider_tools.compensate import InputMoments, calibration_moments, compensated, own_text
 from outrider_tools.quantize import FORMATS, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
@@ -85,4 +85,4 @@ def test_a_model_that_is_not_ours_cannot_be_read(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
-        calibrated(tmp_path, "own", torch.device("cpu"))
+        calibration_moments(tmp_path, "own", torch.device("cpu"))

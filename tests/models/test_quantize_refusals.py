@@ -47,7 +47,7 @@ def test_a_text_that_cannot_be_read_is_named(source: Path, tmp_path: Path, conte
 def test_a_folder_that_exists_is_told_before_the_model_reads(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "calibrated", None)
+    monkeypatch.setattr(module, "calibration_moments", None)
     with pytest.raises(ConfigError, match=f"--out {tmp_path}: exists"):
         make(source, tmp_path, "own")
 
