@@ -119,7 +119,7 @@ WARM_SPELLS = 2
 
 
 @dataclass
-class Rest:
+class IdleState:
     """Both services at idle."""
 
     gauges: dict[str, float]
@@ -138,7 +138,7 @@ def at_rest(page: MetricsPage, service: str) -> dict[str, float]:
     return found
 
 
-def settle(cluster: Cluster) -> Rest:
+def settle(cluster: Cluster) -> IdleState:
     """Wait until the services are idle, or time is over. Return their state then."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
@@ -146,7 +146,7 @@ def settle(cluster: Cluster) -> Rest:
         for service in AT_REST:
             gauges |= at_rest(MetricsPage.read(cluster.metrics_url(service)), service)
         if not any(gauges.values()) or time.monotonic() > deadline:
-            return Rest(gauges, {name: cost_of(cluster.children[name].pid) for name in cluster.services})
+            return IdleState(gauges, {name: cost_of(cluster.children[name].pid) for name in cluster.services})
         time.sleep(0.25)
 
 
@@ -160,7 +160,7 @@ def grown(before: Cost, after: Cost, allowed_mib: float) -> list[str]:
     return found
 
 
-def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
+def judge(rests: list[IdleState], allowed_mib: float) -> list[str]:
     """Return in words what leaked."""
     leaks = [
         f"after spell {number}: {name} is {value:g}, not 0"
@@ -183,7 +183,7 @@ def services(arguments: argparse.Namespace) -> Cluster:
     return make_cluster(arguments, verify, [*draft, "--request-capacity=4096", "--total-capacity=65536"])
 
 
-def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], SoakLoad]:
+def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[IdleState], SoakLoad]:
     """Run all spells. Return the services' state at idle, before the first spell and after each one."""
     prompts = read_prompts(arguments.prompts)
     load = SoakLoad(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
@@ -202,7 +202,7 @@ def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], So
     return rests, load
 
 
-def rows_of(rests: list[Rest], load: SoakLoad, page: MetricsPage, label: str, minutes: float) -> list[Row]:
+def rows_of(rests: list[IdleState], load: SoakLoad, page: MetricsPage, label: str, minutes: float) -> list[Row]:
     """Return the result rows."""
     rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
     rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.common import Cost
-from benchmarks.serving.soak import Rest, judge
+from benchmarks.serving.soak import IdleState, judge
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import CaseAnswers, prompts_for, read_prompts, request
@@ -123,8 +123,8 @@ def test_phases_of_answers_are_told_apart() -> None:
 
 
 def test_a_soak_fails_for_what_is_left_and_for_memory_that_grows() -> None:
-    def rest(resident: float, pages: float = 0.0) -> Rest:
-        return Rest({"outrider_verify_kv_pages_used": pages}, {"verify": Cost(1.0, resident, 100.0)})
+    def rest(resident: float, pages: float = 0.0) -> IdleState:
+        return IdleState({"outrider_verify_kv_pages_used": pages}, {"verify": Cost(1.0, resident, 100.0)})
 
     # Code, pools, caches and tries fill in two spells.
     assert judge([rest(100), rest(300), rest(400), rest(420)], 10.0) == []
