@@ -67,7 +67,7 @@ STEP = 128
 """The library's kernels take matrices with a multiple of this many rows; others are padded."""
 
 
-def made(kind: str, shape: ExpertShape, part: str, device: str) -> Tensor | QuantWeight:
+def random_weights(kind: str, shape: ExpertShape, part: str, device: str) -> Tensor | QuantWeight:
     """Return random matrices of all experts, as in checkpoints; scales are bfloat16 numbers."""
     (name, group), (num_out, size) = KINDS[kind], shape.matrix(part)
     if not name:
@@ -345,7 +345,9 @@ def run(options: argparse.Namespace) -> None:
             if name == "gpt-oss-20b" and kind != "mxfp4":
                 continue  # Its checkpoints have no other format.
             shape = SHAPES[name]
-            layers[name, kind] = [ExpertMatrices(kind, shape, part, made(kind, shape, part, device)) for part in PARTS]
+            layers[name, kind] = [
+                ExpertMatrices(kind, shape, part, random_weights(kind, shape, part, device)) for part in PARTS
+            ]
     rate = copy_rate(torch.device(device))
     print(f"{rate / 1e12:.2f} TB/s copied; compiling", flush=True)
     compile_all(layers, options.tokens, device)

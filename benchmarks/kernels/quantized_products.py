@@ -84,7 +84,7 @@ class Case:
         return float((found - self.exact).abs().max() / self.exact.abs().max())
 
 
-def made(kind: str, num_out: int, size: int) -> QuantWeight:
+def random_weights(kind: str, num_out: int, size: int) -> QuantWeight:
     """Return a weight of random codes and scales on the GPU."""
     name, group = KINDS[kind]
     span = 128 if kind == "block" else 1
@@ -181,9 +181,9 @@ def run(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     for kind, shape in itertools.product(options.kinds, options.shapes):
         num_out, size = SHAPES[shape]
-        first = made(kind, num_out, size)
+        first = random_weights(kind, num_out, size)
         copies = max(2, min(16, COPIES_BYTES // num_bytes(first)))
-        weights = [first, *(made(kind, num_out, size) for _ in range(copies - 1))]
+        weights = [first, *(random_weights(kind, num_out, size) for _ in range(copies - 1))]
         for count in options.rows:
             case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
             wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
