@@ -306,7 +306,7 @@ def compile_all(layers: dict[tuple[str, str], list[ExpertMatrices]], counts: lis
 HEAD = f"{'':20s}{'tokens':>7s}{'woken':>6s}{'read':>8s} | {'gate, up, gating':^23s} | {'down':^15s} | both"
 
 
-def told(name: str, layer: list[ExpertMatrices], times: Times, counts: list[int], rate: float) -> list[Row]:
+def figure_rows(name: str, layer: list[ExpertMatrices], times: Times, counts: list[int], rate: float) -> list[Row]:
     """Print a line for each number of tokens. Return the figures."""
     rows = []
     for count in counts:
@@ -364,7 +364,7 @@ def run(options: argparse.Namespace) -> None:
             measured = [measure_library(experts, options.tokens, device) for experts in layer]
             times[key] |= measured[0][0] | measured[1][0]
             rows += worst(key, "library", measured)
-        rows += told(" ".join(key), layer, times[key], options.tokens, rate)
+        rows += figure_rows(" ".join(key), layer, times[key], options.tokens, rate)
         if options.out:
             write_report(options.out, "expert_products", gpu, rows, ("torch", "triton", "humming-kernels"))
     print(f"{time.perf_counter() - begun:.0f} s", flush=True)
