@@ -2,8 +2,8 @@
 
 One *outcome* is a root whose block is run; several are as many requests in one batch. Times are device times of a
 burst, with the choice of nodes and the proposals. For comparison, an EAGLE-3 head runs eight steps. On a GPU, heads
-have the shape of an 8B model; on a CPU that of the shipped head, with as many weights in a block head's two layers.
-Weights are random.
+have the shape of an 8B model; on a CPU that of the shipped head (two layers of a block head have as many weights).
+All weights are random.
 
 python -m benchmarks.split.block_draft --layers 1 2 5 --out benchmarks/results/block_draft_h200.json
 python -m benchmarks.split.block_draft --device cpu --layers 2 --outcomes 1 --context 320

@@ -184,7 +184,7 @@ def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
 
 
 async def first_answer(client: Client, prompt: Prompt, seconds: float, option: str) -> None:
-    """Wait for one answer, so that a wrong address is found at once. Raises OutriderError, naming `option`."""
+    """Wait for one answer, so that a wrong address is found at once; `option` gave it. Raises OutriderError."""
     record = RequestRecord(due=0.0)
     loop = asyncio.get_running_loop()
     try:
@@ -198,7 +198,7 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
             fix = f"; {KEY_FIX}"
         elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError", "http_ReadError"):
             fix = f"; {option} names the gateway (`outrider up` prints its doors)"
-        # A door that speaks TLS closes a plain connection without a word, before or after a request.
+        # A door that wants a client certificate silently closes connections without one, before or after a request.
         if record.error in ("http_RemoteProtocolError", "http_ReadError"):
             fix += f"; {SHOWS_CERTIFICATE}"
         raise OutriderError(
