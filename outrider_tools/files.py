@@ -80,7 +80,7 @@ def check_writable(option: str, path: Path) -> None:
     """Check before long work that `path`, its output named by `option`, can be written. Raises ConfigError if not."""
     with writing(option, path):
         there = path.exists()
-        if not there or path.is_file() or path.is_dir():  # opening a pipe would end it for its reader
+        if not there or path.is_file() or path.is_dir():  # a pipe's reader would see its end
             path.open("ab").close()
         if not there:
             path.unlink()

@@ -80,7 +80,7 @@ class BareProducts:
             (streamed_gated if name == "gate_up" else streamed)(rows[name], weights[0], outs[name])
 
     def measure(self, num_rows: int) -> dict[str, float]:
-        """Return the milliseconds of all products for `num_rows` rows: by cuBLAS, ours, and the faster one of both."""
+        """Return the milliseconds of all products for `num_rows` rows: by cuBLAS, ours, and the faster one for each."""
         makers: dict[str, dict[str, Product]] = {"cublas": dict.fromkeys(self._sizes, cublas)}
         if num_rows <= MAX_ROWS:
             makers["ours"] = {name: streamed_gated if name == "gate_up" else streamed for name in self._sizes}

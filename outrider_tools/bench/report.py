@@ -172,7 +172,7 @@ def load_text(kind: str, size: float, *, with_kind: bool) -> str:
 
 
 def points_of(rows: Sequence[Row]) -> list[tuple[str, float, dict[str, float]]]:
-    """Return for each case its kind of load ("b" or "rate"), the load's size, and metrics. A rate wins over a "b"."""
+    """Return each case's kind of load ("b" or "rate"; the rate if it has both), size of the load, and metrics."""
     by_case: dict[str, dict[str, float]] = {}
     for row in rows:
         by_case.setdefault(row.case, {})[row.metric] = row.value

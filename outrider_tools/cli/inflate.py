@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = parse_shape(arguments.shape)
     with under("--model"):
         source = resolve_model(arguments.model)
-    # Imported by name: the command line must import without torch, which only this command needs.
+    # Imported by name: the command line must import without torch.
     folder = import_module("outrider_tools.inflate.folder")
     options = folder.InflateOptions(
         shape,

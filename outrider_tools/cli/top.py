@@ -153,9 +153,8 @@ def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[To
 
 
 def _by_depth(gained: MetricsPage, family: str, rounds: float) -> TopFigure:
-    """Return for each depth, the root's children first, the share of rounds that accepted a draft token there.
-
-    As in the accept length, rounds without drafts count, too."""
+    """Return the share of rounds that accepted a draft token at each depth, the root's children first. As in the accept
+    length, rounds without drafts count, too."""
     depths = sorted((int(labels.rpartition(",")[2]), count) for labels, count in gained.labelled(family))
     shares = [f"{100 * count / rounds:.0f}" for _, count in depths[:MAX_DEPTHS] if rounds and count]
     return TopFigure("accepted by depth, %", " ".join(shares) or "-")

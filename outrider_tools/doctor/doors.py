@@ -19,7 +19,7 @@ from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 
 def doors_of(options: Mapping[str, ServiceOptions]) -> Iterator[tuple[ServiceFlag, str]]:
-    """Yield every address that these services bind, after the option that sets it."""
+    """Yield every address that these services bind, with the option that sets it."""
     flags = {(flag.service, flag.option.name): flag for flag in service_flags()}
     for name, one in options.items():
         for field in ADDRESS_FIELDS:
