@@ -41,8 +41,8 @@ class Language:
 
     Everything is drawn from a hash of the path, its state. A position is likely, open or flat, at random, except in
     fluent stretches, which last: a state is fluent if the one before was, unless this is drawn anew, with a chance of
-    `switch`. The defaults match measurements of the 0.10-noise copy of SmolLM2-135M: right in 73 % of the positions, 94
-    % within four, 98 % within eight and 99 % within 16, and accepted by lockstep trees as often, depth by depth.
+    `switch`. The defaults match measurements of the 0.10-noise copy of SmolLM2-135M: right in 73 % of the positions,
+    94 % within four, 98 % within eight and 99 % within 16, and accepted by lockstep trees as often, depth by depth.
     """
 
     fluent: float = 0.20
