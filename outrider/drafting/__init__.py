@@ -1,1 +1,1 @@
-"""What grows speculation trees, for the draft service and for a verify service that drafts by itself."""
+"""Growth of speculation trees, in the draft service and in a verify service that drafts by itself."""

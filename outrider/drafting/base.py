@@ -1,4 +1,4 @@
-"""What guesses: drafters."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from outrider.tree.handshake import Projection
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter takes from the target; zero or empty means "as the target has it" or "nothing"."""
+    """What a drafter requires of the target; zero or empty means "as the target has it" or "nothing"."""
 
     vocab_size: int = 0
-    """Token ids that its own vocabulary has."""
+    """Size of the drafter's own vocabulary."""
     tokenizer_hash: str = ""
-    """Of its own tokenizer.json: see outrider.models.store_folder.hash_token_ids."""
+    """Hash of the drafter's own tokenizer.json: see outrider.models.store_folder.hash_token_ids."""
     hidden_size: int = 0
-    """Width of the features that it takes."""
+    """Width of the features that the drafter takes."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states are its features, in order."""
+    """Layers of the target whose hidden states are the drafter's features, in order."""
     max_positions: int = 0
-    """Longest sequence that it serves."""
+    """Longest sequence that the drafter serves."""
     projection: Projection | None = None
-    """What verify may multiply the features with before it sends them."""
+    """Matrix that verify may multiply the features with before it sends them."""
 
 
 ANY_TOKEN = 1 << 31
@@ -35,18 +35,18 @@ ANY_TOKEN = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class FrontierNode:
-    """A live node whose children are asked for. Its parent was a frontier node before, or it is a root."""
+    """A live node whose children are requested. Its parent was a frontier node before, unless the node is a root."""
 
     request: int
     """Handle of the request."""
     node: int
     """Id of the node in the request's epoch."""
     parent: int
-    """Id of its parent; -1 for the root."""
+    """Id of the node's parent; -1 for the root."""
     token: int
     """The node's token."""
     position: int
-    """Absolute position of its children in the sequence."""
+    """Absolute position of the node's children in the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +55,60 @@ class Candidate:
 
     token: int
     score: float
-    """Estimated natural-log chance that the target commits it, given that it commits the parent; finite, at most 0."""
+    """Estimated natural-log chance that the target commits `token` once it commits the parent; finite, at most 0."""
     source: int
     """Index into the drafter's `sources`."""
 
 
 class AnyDrafter:
-    """What guesses, in whatever way, as the service sees it."""
+    """What the service knows of every kind of drafter."""
 
     sources: tuple[str, ...]
-    """Names of where its nodes come from."""
+    """Names of the sources that the drafter's nodes come from."""
     needs: Needs = Needs()
     """Checked against the target before any request is opened."""
 
     def gauges(self) -> Mapping[str, int]:
-        """Sizes worth watching, by name."""
+        """Return sizes worth watching, by name."""
         return {}
 
 
 class Drafter(AnyDrafter, ABC):
-    """Guesses children of tree nodes. One thread calls it; state of nodes lives here, keyed by (handle, node id).
+    """Guesses children of tree nodes. One thread calls the drafter, which keeps node state by (handle, node id).
 
-    `expand` takes nodes of many requests at once, because a model runs them as one batch. A handle is known from
-    `open` until `close`; after a `commit` only the live nodes are asked about again.
+    `expand` takes nodes of many requests at once, because a model runs them as one batch. A handle is valid from
+    `open` until `close`; after a `commit`, `expand` gets only live nodes.
     """
 
     @abstractmethod
     def open(self, tree: Tree) -> None:
-        """A request begins; node 0 is its root. A drafter that learns from text uses it for the same tenant alone."""
+        """Begin a request, whose root is node 0. A drafter that learns from text uses it only for the same tenant."""
 
     @abstractmethod
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
-        """The target committed `tokens` after those known. `root` is the new root's id, `live` all ids still alive.
+        """Follow the target, which committed `tokens`: `root` is the new root's id, `live` has all ids still alive.
 
         After a miss a new epoch begins: `root` is 0 and `live` holds nothing else.
         """
 
     def take_features(self, request: int, features: Features) -> None:
-        """The target's true features of positions of a request, each position once; in order, but for what is resent.
+        """Take the target's true features of a request's positions: each position once and in order, unless resent.
 
-        They may come before the commit of their tokens as well as behind it. The bytes are free afterwards.
+        Features may come before or after the commit of their tokens. Their memory is free once this returns.
         """
 
     @abstractmethod
     def expand(self, frontier: Sequence[FrontierNode]) -> list[list[Candidate]]:
-        """Candidate children of each node, best first; their chances add up to at most 1."""
+        """Return the candidate children of each node, best first; the chances of a node's add up to at most 1."""
 
     @abstractmethod
     def close(self, request: int) -> None:
-        """A request ended; everything about it is freed."""
+        """End a request and free everything about it."""
 
     def work(self, deadline: float) -> list[int]:
         """Do work that can wait until `time.perf_counter()` reads `deadline`.
 
-        Returns the handles whose roots may have other candidates now than when they were last expanded.
+        Returns the handles of requests whose roots may have other candidates than when they were last expanded.
         """
         return []
 
@@ -119,11 +119,11 @@ class Drafter(AnyDrafter, ABC):
 
     @abstractmethod
     def forget_target(self) -> None:
-        """The next requests are of another target: forget what was learned from the old one. No request is open."""
+        """Forget what was learned from the target, since the next requests have another. No request is open."""
 
 
 class CombinedDrafter(AnyDrafter):
-    """Several that grow one tree: one with a model at most, beside n-grams, which need nothing and serve any tokens."""
+    """Several drafters that grow one tree: at most one model, and n-grams, which need nothing and serve any token."""
 
     def __init__(self, parts: Sequence[AnyDrafter]) -> None:
         self.parts = tuple(parts)
@@ -132,10 +132,10 @@ class CombinedDrafter(AnyDrafter):
         self.needs = replace(needs, max_positions=0)
 
     def gauges(self) -> Mapping[str, int]:
-        """Sizes of all."""
+        """Return the sizes of all parts."""
         return {name: size for part in self.parts for name, size in part.gauges().items()}
 
 
 def parts_of(drafter: AnyDrafter) -> tuple[AnyDrafter, ...]:
-    """The drafters that a combined one is made of, or the one."""
+    """Return the parts of a combined drafter, or the drafter alone."""
     return drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)

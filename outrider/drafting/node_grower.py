@@ -1,4 +1,4 @@
-"""Best-first growth over the trees of all requests with a drafter that is asked node by node."""
+"""Best-first growth over the trees of all requests, for a drafter that expands single nodes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from outrider.protocol.speculation import DeclineReason, Features
 _logger = get_logger(__name__)
 
 _EXPAND = -1
-"""In place of a token: ask the drafter for the node's children."""
+"""Stands in place of a token: ask the drafter for the node's children."""
 
 _NOTHING = float("-inf")
 """Score where there is nothing to do."""
 
 _FRONTIER_WIDTH = 16
-"""Nodes that a drafter is asked about at once at most."""
+"""Most nodes in one call of `Drafter.expand`."""
 _MAX_ASKS = 32
-"""Nodes that a drafter beside a model is asked about after commits of all trees, each having an even share of them.
+"""Most nodes that a drafter beside a model expands after all trees had a commit; each tree has an even share of them.
 
-Every node of the model's is one to go on below, at some 30 us of the thread that keeps the model's device busy: n-grams
-took 5 ms of a round of 7 where 16 requests shared it. A round takes few nodes of each request then.
+The drafter could go on below each of the model's nodes, at some 30 us a node on the thread that keeps the model's
+device busy: n-grams took 5 ms of a round of 7 where 16 requests shared it. Such a round takes few nodes per request.
 """
 _MAX_LONE_ASKS = 128
-"""The same where there is one tree, whose copies may be long."""
+"""The same limit where there is only one tree, whose text may copy long passages."""
 
 _Entry = tuple[float, int, int, int, float, int]
-"""Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
+"""Negated path score, a running number, node, token or _EXPAND, edge score, source."""
 
 
 class GrowthQueue:
     """The heap of one tree: nodes to expand and guesses to append, likeliest first.
 
-    Path scores are kept from the epoch's node 0, so re-rooting shifts them all alike and the heap keeps its order.
-    A node is expanded only when nothing likelier is left to append, so a used-up credit costs no guesses.
+    Path scores start at the epoch's node 0, so re-rooting shifts them all alike and the heap keeps its order.
+    A node is expanded only when nothing likelier is left to append, so no guesses are made once the credit is used up.
     """
 
     def __init__(self, tree: Tree, limits: TreeLimits) -> None:
@@ -50,17 +50,17 @@ class GrowthQueue:
         self.restart()
 
     def restart(self) -> None:
-        """After a miss, or where the drafter knows more than before: begin at the root."""
+        """Begin at the root again, after a miss or when the drafter knows more than before."""
         self._heap: list[_Entry] = []
         self._deferred_leaves: list[int] = []  # leaves to expand once the root has come closer
-        self._put_off: list[_Entry] = []  # nodes to expand once there was a commit
-        self._expanded: set[int] = set()  # nodes that were expanded; kept where there are others' nodes
-        self._num_before = self.author.next_id  # ids below this are there already: its own are as others' nodes
-        self._num_seen = self._num_before  # ids below this were looked at for others' nodes
+        self._put_off: list[_Entry] = []  # nodes to expand after the next commit
+        self._expanded: set[int] = set()  # expanded nodes; kept only if some nodes count as another grower's
+        self._num_before = self.author.next_id  # smaller ids existed before: even own ones count as another grower's
+        self._num_seen = self._num_before  # smaller ids were already searched for nodes of other growers
         self.ask_root()
 
     def best(self) -> float:
-        """Natural-log chance, from the root, of the best entry; -inf if none is worth it."""
+        """Return the natural-log chance, from the root, of the best entry; -inf if none is worth it."""
         while self._heap:
             score = -self._heap[0][0] - self._root_score
             if score < self.limits.path_score:
@@ -72,15 +72,15 @@ class GrowthQueue:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the best entry, of which there is one, is a node to expand."""
+        """Whether the best entry is a node to expand. The heap must not be empty."""
         return self._heap[0][3] == _EXPAND
 
     def put_off(self) -> None:
-        """Leave the best entry until there was a commit."""
+        """Put the best entry off until the next commit."""
         self._put_off.append(heappop(self._heap))
 
     def advance(self, growth: TreeGrowth) -> FrontierNode | None:
-        """Take the best entry: a node to expand, or a guess that is appended unless it was a node already."""
+        """Take the best entry: return a node to expand, or append a guess unless the author refuses it."""
         _, _, node_id, token, score, source = heappop(self._heap)
         if token == _EXPAND:
             return self._frontier_node(node_id)
@@ -103,7 +103,7 @@ class GrowthQueue:
                     self._queue(child)
 
     def catch_up(self) -> None:
-        """Queue nodes that another grower appended below expanded nodes; those below others follow in `offer`."""
+        """Queue another grower's new nodes below expanded nodes; `offer` queues those below nodes expanded later."""
         if self._num_seen == self.author.next_id:
             return
         for node_id, parent, source in self.author.since(self._num_seen):
@@ -112,7 +112,7 @@ class GrowthQueue:
         self._num_seen = self.author.next_id
 
     def reroot(self) -> None:
-        """After a hit: drop entries of dead nodes, and expand the root again, of which the drafter knows more now."""
+        """After a hit, drop entries of dead nodes and queue the root again, since the drafter knows more about it."""
         root = self.author.root
         entries, self._put_off = self._heap + self._put_off, []
         self._heap = [entry for entry in entries if entry[2] != root and self.author.is_live(entry[2])]
@@ -125,7 +125,7 @@ class GrowthQueue:
                 self._queue(node_id)
 
     def ask_root(self) -> None:
-        """Have the root expanded, or expanded again."""
+        """Queue the root to be expanded, even if it was before."""
         self._root_score = self.author.from_start(self.author.root)[0]
         self._push(self._root_score, self.author.root, _EXPAND, 0.0, 0)
 
@@ -140,7 +140,7 @@ class GrowthQueue:
         return node_id < self._num_before or source not in self.limits.sources
 
     def _queue(self, node_id: int) -> None:
-        """Have a node expanded, or keep it until it is not too deep."""
+        """Queue a node to be expanded; defer it while it is too deep."""
         if self.author.depth(node_id) < self.limits.depth:
             self._push(self.author.from_start(node_id)[0], node_id, _EXPAND, 0.0, 0)
         else:
@@ -152,15 +152,15 @@ class GrowthQueue:
 
 
 class NodeGrower(Grower):
-    """Grows the tree with the likeliest node to add, while any may have more and the memory lasts."""
+    """Adds the likeliest node over all trees, while some tree may have more nodes and memory is left."""
 
     def __init__(self, drafter: Drafter, growth: TreeGrowth, limits: TreeLimits) -> None:
         super().__init__(growth, limits)
         self._drafter = drafter
         self._queues: dict[int, GrowthQueue] = {}
         self._growable: dict[int, GrowthQueue] = {}
-        self._asks_left = _MAX_LONE_ASKS  # nodes to expand until the next commit, where trees are shared
-        self._is_spent = False  # whether nothing but such nodes is left to do, and none may be expanded
+        self._asks_left = _MAX_LONE_ASKS  # nodes that may be expanded until the next commit, where trees are shared
+        self._is_spent = False  # whether only nodes to expand are left, and `_asks_left` is 0
 
     @property
     def idle(self) -> bool:
@@ -168,10 +168,10 @@ class NodeGrower(Grower):
         return self._is_spent or not self._growable or not self.growth.has_memory
 
     def open(self, tree: Tree) -> None:
-        """Begin to grow a tree; the drafter may fail at that."""
+        """Begin to grow a tree; the drafter may raise an error."""
         self._drafter.open(tree)
         self._queues[tree.handle] = GrowthQueue(tree, self.limits)
-        # What requests before it asked since their last commit must not keep it without guesses until its first.
+        # Other requests may have spent all asks since their last commit; a new one must get guesses before its first.
         self._may_ask()
         self.changed(tree)
 
@@ -182,7 +182,7 @@ class NodeGrower(Grower):
         self._drafter.close(tree.handle)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """Let the drafter learn the committed tokens; after a miss begin at the root."""
+        """Tell the drafter about committed tokens; after a miss, begin at the root again."""
         author, queue = tree.author, self._queues[tree.handle]
         live = [author.root] if missed else author.live_ids()
         self._may_ask()
@@ -193,20 +193,20 @@ class NodeGrower(Grower):
             queue.reroot()
 
     def _may_ask(self) -> None:
-        """A tree was opened or committed to: its share of nodes to ask about is there again."""
+        """Renew a tree's share of nodes to expand, after it was opened or had a commit."""
         count = len(self._queues)
         most, share = (_MAX_ASKS, max(_MAX_ASKS // count, 1)) if count > 1 else (_MAX_LONE_ASKS, _MAX_LONE_ASKS)
         self._asks_left, self._is_spent = min(self._asks_left + share, most), False
 
     def changed(self, tree: Tree) -> None:
-        """Look at its best entry again, if nodes are granted."""
+        """Consider a tree again if nodes are granted to it."""
         if self.growth.granted(tree, self.limits):
             self._growable[tree.handle] = self._queues[tree.handle]
         else:
             self._growable.pop(tree.handle, None)
 
     def take_features(self, tree: Tree, features: Features) -> None:
-        """Hand them to the drafter."""
+        """Hand features to the drafter."""
         self._drafter.take_features(tree.handle, features)
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
@@ -222,21 +222,21 @@ class NodeGrower(Grower):
         return self._drafter.has_work
 
     def work(self, deadline: float) -> None:
-        """Let the drafter do what could wait; trees that it knows more of are asked about again."""
+        """Let the drafter do what could wait, and restart the trees that it knows more about now."""
         for handle in self._drafter.work(deadline):
             queue = self._queues.get(handle)
             if queue is not None:
-                # Nodes that it was asked about before it knew the prompt have no guesses, their children no context;
-                # of its own there are some that a grammar forced.
+                # Nodes expanded before the drafter knew the prompt have no guesses and give their children no context.
+                # Nodes of its own may be there: a grammar forced them.
                 queue.restart()
                 self.changed(queue.tree)
 
     def forget_target(self) -> None:
-        """The next trees are of another target."""
+        """Let the drafter forget the target, since the next trees have another."""
         self._drafter.forget_target()
 
     def _step(self) -> None:
-        """Append guesses until the drafter must be asked, and ask it for some nodes of all trees."""
+        """Append guesses until the drafter must be asked, then have it expand nodes from all trees."""
         frontier = self._collect()
         if not frontier:
             self._is_spent = self.limits.shared and not self._asks_left
@@ -248,7 +248,7 @@ class NodeGrower(Grower):
             queue.offer(node.node, _forced(queue, node) or candidates)
 
     def _ask(self, frontier: list[FrontierNode]) -> list[list[Candidate]]:
-        """The drafter's answer; if it fails, each node is asked about alone, so that one request harms no other."""
+        """Return the drafter's guesses. If it fails, ask again node by node, so that one request harms no other."""
         try:
             return self._drafter.expand(frontier)
         except Exception as error:
@@ -264,7 +264,7 @@ class NodeGrower(Grower):
     def _collect(self) -> list[FrontierNode]:
         ranked = self._rank()
         may_ask = min(_FRONTIER_WIDTH, self._asks_left) if self.limits.shared else _FRONTIER_WIDTH
-        floors: dict[int, float] = {}  # by handle: what scores less waits for the children of the tree's pending nodes
+        floors: dict[int, float] = {}  # by handle: entries below wait for the children of its frontier nodes
         frontier: list[FrontierNode] = []
         while ranked and len(frontier) < _FRONTIER_WIDTH and self.growth.has_memory:
             score, handle = -ranked[0][0], ranked[0][1]
@@ -285,7 +285,7 @@ class NodeGrower(Grower):
         return frontier
 
     def _rank(self) -> list[tuple[float, int]]:
-        """A heap of the growable trees by minus their best score; those with nothing to do drop out."""
+        """Return a heap of the growable trees by negated best score, after dropping trees with nothing to do."""
         ranked = []
         for handle, queue in list(self._growable.items()):
             best = _NOTHING
@@ -305,7 +305,7 @@ class NodeGrower(Grower):
 
 
 def _forced(queue: GrowthQueue, node: FrontierNode) -> list[Candidate]:
-    """The only child that a grammar allows, if there is just one: the target will commit it."""
+    """Return the child that a grammar forces, if it allows just one: the target will commit that one."""
     guide = queue.author.guide
     if guide is None or not queue.author.is_live(node.node):
         return []

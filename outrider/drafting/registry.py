@@ -1,7 +1,7 @@
-"""Drafters by name, and what grows trees with them. Torch-free: draft models are imported when they are built.
+"""Builds drafters by name, and the growth that uses them. Torch-free: draft models are imported when they are built.
 
-This is the one place from which modules are imported by their names: import-linter keeps torch out of all that imports
-this one, the doors of the draft service among them, and a draft model is loaded in the engine process alone.
+Only this module imports others by their names: import-linter keeps torch out of everything that imports this module,
+such as the doors of the draft service, and only the engine process loads a draft model.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
 _BESIDE_ON_DEMAND_FLOOR = 0.1
-"""The same where a model drafts between rounds on the cores that verify: rounds take few nodes, and wait for these."""
+"""The same beside a model that drafts on demand, on verify's cores: rounds take few nodes, and wait for these."""
 _MODEL_NODES = 1 << 16
 """More than verify ever gives credit for: the next rounds begin far below the root."""
 _MODEL_FLOOR = 0.0002
-"""Least chance of a path that a model grows. A model runs a round ahead of verify, and a round ends with a token that
-was unlikely, from which on the chances of nodes below count."""
+"""Least chance of a path that a model grows. A model runs a round ahead of verify. A round ends with an unlikely token,
+and from there on only the chances of nodes below it count."""
 
 _DRAFTERS: dict[str, str] = {
     "NGRAM": "outrider.drafting.ngram.drafter:NgramDrafter",
     **dict.fromkeys(ALGORITHMS, "outrider.drafting.model.build:load_model_drafter"),
 }
-"""Module and name of what builds each drafter from the options."""
+"""Module and name of the callable that builds each drafter from the options."""
 
 
 def build_drafter(options: DraftOptions) -> AnyDrafter:
-    """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
+    """Return the drafter of `options.speculative_algorithm`; combine several, to grow one tree. Raises ConfigError."""
     names = named_drafters(options)
     replace(options, speculative_algorithm=names).check()
     built = [resolve_name(_DRAFTERS[name])(options) for name in names]
@@ -44,12 +44,12 @@ def build_drafter(options: DraftOptions) -> AnyDrafter:
 
 
 def named_drafters(options: DraftOptions) -> tuple[str, ...]:
-    """The drafters that the options name: n-grams where that was left open and nobody has chosen."""
+    """Return the names of the drafters in the options: NGRAM if the choice is still AUTO."""
     return ("NGRAM",) if options.speculative_algorithm == AUTO else options.speculative_algorithm
 
 
 def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
-    """What grows trees with a drafter's guesses."""
+    """Return the growth that adds a drafter's guesses to trees."""
     growth = TreeGrowth(options.max_nodes)
     parts = parts_of(drafter)
     first_source = 0
@@ -67,7 +67,7 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
 
 
 def drafts_on_demand(parts: Sequence[AnyDrafter], options: DraftOptions) -> bool:
-    """Whether a model among these drafters grows one tree after each commit and no more."""
+    """Whether a model among these drafters grows only one tree after each commit."""
     models = (one for one in parts if isinstance(one, ModelDrafter))
     return any(GrowthOptions.choose(options, one.runner.shape, one.needs).min_chance for one in models)
 

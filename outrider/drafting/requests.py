@@ -1,8 +1,8 @@
-"""The open requests of all sessions, what each message does to them, and their grammars as drafts see them.
+"""The open requests of all sessions, the effect of each message on them, and their grammars on the draft's side.
 
-Verify owns the truth, and masks what it samples. Here a grammar keeps guesses back, and adds those that it leaves no
-choice about. Where it is not known (yet), or the target's tokenizer is missing, all guesses go out, and verify drops
-the wrong ones.
+Verify owns the truth, and masks what it samples. Here a grammar only filters guesses, and adds a token where no other
+is allowed. While a grammar is not compiled, or if the target's tokenizer is missing, all guesses go out, and verify
+drops the wrong ones.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from outrider.tree.author import Outcome, TreeAuthor
 _logger = get_logger(__name__)
 
 _MAX_WAITING = 64
-"""Grammars that may wait to be compiled; with more, requests are drafted without theirs."""
+"""Most grammars that wait to be compiled; further requests are drafted without their grammar."""
 
 
 class GrammarGuide:
-    """Which children a request's grammar allows. The engine's thread asks; another one brings the state."""
+    """Tells which children a request's grammar allows. The engine's thread asks; another thread sets `state`."""
 
     def __init__(self, author: TreeAuthor) -> None:
         self.state: GrammarState | None = None
-        """None until it is compiled; all is allowed then."""
+        """None until the grammar is compiled; until then every token is allowed."""
         self._author = author
         self._root = (0, -1)
         self._known: dict[int, GrammarNode | None] = {}
-        """States of the author's nodes, below the root of `_root`."""
+        """States of the author's nodes, valid for the epoch and root in `_root`."""
 
     def allows(self, parent: int, token: int) -> bool:
         """See Guide."""
@@ -78,7 +78,7 @@ class GrammarGuide:
         return None if node is None or node.mask is None else only_token(node.mask)
 
     def _find(self, state: GrammarState, parent: int) -> GrammarNode | None:
-        """The state behind a node; None where nothing is committed behind it: it is not legal, or ends the answer."""
+        """Return the state behind a node; None if the node is illegal or ends the answer, so that nothing follows."""
         author = self._author
         followed = author.prompt_len + state.num_committed
         if followed < author.committed_len:
@@ -105,7 +105,7 @@ class GrammarGuide:
 
 
 def only_token(mask: NDArray[np.int32]) -> int | None:
-    """The token that a mask allows, if it is one alone."""
+    """Return the token that a mask allows, if it allows just one."""
     words = mask.view(np.uint32).nonzero()[0]
     if len(words) != 1:
         return None
@@ -114,7 +114,7 @@ def only_token(mask: NDArray[np.int32]) -> int | None:
 
 
 class DraftGrammars:
-    """Gives authors of requests with a grammar their guides, compiled on a thread. The engine's thread uses it."""
+    """Gives the authors of requests with a grammar their guides. Called on the engine's thread; compiles on its own."""
 
     def __init__(self, options: DraftOptions) -> None:
         self._options = options
@@ -122,19 +122,19 @@ class DraftGrammars:
         self._orders: Queue[Callable[[], None]] = Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._vocabularies: dict[tuple[str, int], GrammarVocabulary | None] = {}
-        """By tokenizer and size; None where there is none, so that it is looked for once."""
+        """By tokenizer hash and size; None where the tokenizer was not found, so that it is looked for only once."""
 
     def serve(self, tokenizer_hash: str, vocabulary: GrammarVocabulary | None = None) -> None:
-        """The target's tokenizer is this one from now on; empty if verify does not say.
+        """Set the target's tokenizer from now on; `tokenizer_hash` is empty if verify does not say.
 
-        `vocabulary`: that tokenizer, where it was read already.
+        `vocabulary`: the vocabulary of that tokenizer, if it was read already.
         """
         self._tokenizer_hash = tokenizer_hash
         if vocabulary is not None:
             self._vocabularies[tokenizer_hash, vocabulary.size] = vocabulary
 
     def open(self, author: TreeAuthor, vocab_size: int) -> None:
-        """A request begins."""
+        """Give a new request's author its guide, if the request has a grammar."""
         if author.sampling.grammar is None:
             return
         guide = GrammarGuide(author)
@@ -164,11 +164,11 @@ class DraftGrammars:
         vocabulary = self._vocabulary(tokenizer_hash, vocab_size)
         if vocabulary is None or grammar is None:
             return
-        # Guesses are not worth compiling it anew in mid-answer: from there on the answer is drafted without it.
+        # A grammar is not compiled anew in mid-answer just for guesses: the rest is then drafted without it.
         guide.state = GrammarState(compile_grammar(grammar, vocabulary))
 
     def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> GrammarVocabulary | None:
-        """The target's, if its tokenizer is at hand. Raises ConfigError for one that cannot be read, once."""
+        """Return the target's vocabulary, if its tokenizer is here. Raises ConfigError, once, if it cannot be read."""
         key = (tokenizer_hash, vocab_size)
         if key not in self._vocabularies:
             self._vocabularies[key] = None
@@ -184,13 +184,13 @@ class DraftGrammars:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """Tokens that end an answer, as `outrider.models.config` has them."""
+    """Return the tokens that end an answer, as in `outrider.models.config`."""
     names = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
     return [token for name in names for token in get_eos_token_ids(text_fields(read_json(folder / name)), name)]
 
 
 def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:
-    """A folder on this machine with the tokenizer of this SHA-256 (any, if that is empty), among the models named."""
+    """Return the folder of a named model on this machine whose tokenizer has the SHA-256 `wanted` (empty: any)."""
     for name in filter(None, (options.target_model_path, draft_name(options))):
         folder = local_folder(name)
         found = hash_token_ids(folder)
@@ -210,13 +210,13 @@ class AnswerPort:
     vocab_size: int
     """Token ids at or past this are illegal."""
     parts: frozenset[int] | None
-    """Numbers of the drafters that guess for it; None for all."""
+    """Numbers of the drafters that guess for this session; None for all."""
     send: Callable[[Sequence[DraftMessage]], None]
-    """Queues answers."""
+    """Queues answers to verify."""
 
 
 class Requests:
-    """Applies messages. A message that makes no sense is declined, counted, and changes nothing."""
+    """Applies messages. A message that makes no sense changes nothing: it is declined and counted."""
 
     def __init__(self, drafter: AnyDrafter, options: DraftOptions) -> None:
         self.growth = build_growth(drafter, options)
@@ -229,7 +229,7 @@ class Requests:
         self._options = options
         self._max_positions = longest_sequence(drafter.needs.max_positions, options)
         self._takes_any_token = bool(drafters_of_any_target(drafter))
-        """Ids past a draft model's vocabulary, too, whose requests the others serve."""
+        """Whether token ids past a draft model's vocabulary are fine, since other drafters can serve the request."""
         self._handles = itertools.count(1)
         self._trees: dict[tuple[AnswerPort, int], Tree] = {}
         self._ports: dict[int, AnswerPort] = {}
@@ -246,19 +246,19 @@ class Requests:
         elif (tree := self._trees.get((port, message.request))) is not None:
             self._apply(port, tree, message)
         elif isinstance(message, Features):
-            # Its request may have been closed meanwhile, which the other stream told first.
+            # The request may be closed already: that message came first, on the other stream.
             self.dropped["late_features"] += 1
         elif not isinstance(message, Close):
             self.dropped["unknown_request"] += 1
             self._decline(port, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
 
     def detach(self, port: AnswerPort) -> None:
-        """A session ended: free all of its requests."""
+        """End a session: free all of its requests."""
         for tree in [tree for (owner, _), tree in self._trees.items() if owner is port]:
             self._close(port, tree)
 
     def fail(self, port: AnswerPort, message: VerifyMessage | Features) -> None:
-        """A message could not be handled because of an error here: give its request up."""
+        """Give up the request of a message that could not be handled because of an error here."""
         if isinstance(message, Hello):
             return
         tree = self._trees.get((port, message.request))
@@ -268,7 +268,7 @@ class Requests:
             self._decline(port, message.request, DeclineReason.UNSPECIFIED, "the drafter failed")
 
     def send_nodes(self) -> None:
-        """Send what has grown since the last call, and acknowledge commits."""
+        """Send nodes that have grown since the last call, and acknowledge commits."""
         for tree, refusal in self.growth.take_refused():
             self._give_up(self._ports[tree.handle], tree, refusal)
         answers: dict[AnswerPort, list[DraftMessage]] = {}
@@ -319,7 +319,7 @@ class Requests:
 
     def _commit(self, port: AnswerPort, tree: Tree, message: Commit) -> None:
         known = tree.author.committed_len
-        # What does not join the known tokens is a gap, however far away it claims to be.
+        # Tokens that do not join the known ones are a gap, however far away they claim to be.
         joined = max(known, message.length_before + len(message.token_ids)) if message.length_before <= known else known
         if not self._acceptable(port, message.request, message.token_ids, joined):
             if joined > self._max_positions:
@@ -337,7 +337,7 @@ class Requests:
         del self._trees[port, tree.author.request]
         del self._ports[tree.handle]
         self.growth.close(tree)
-        tree.author.guide = None  # in a circle, they would wait for the collector with all masks
+        tree.author.guide = None  # the cycle would keep all masks until the garbage collector runs
 
     def _give_up(self, port: AnswerPort, tree: Tree, refusal: Refusal) -> None:
         self._close(port, tree)
@@ -362,18 +362,18 @@ class Requests:
 
 
 def longest_sequence(max_positions: int, options: DraftOptions) -> int:
-    """Tokens of the longest sequence that is served by a drafter that serves `max_positions`, 0 for any."""
+    """Return the longest sequence, in tokens, that a drafter for `max_positions` serves; 0 there stands for any."""
     return min(max_positions or options.max_positions, options.max_positions)
 
 
 def drafters_of_any_target(drafter: AnyDrafter) -> frozenset[int]:
-    """Numbers of the parts of a combined drafter that take any target as it is."""
+    """Return the numbers of a combined drafter's parts that have no needs, and so serve any target."""
     parts = drafter.parts if isinstance(drafter, CombinedDrafter) else ()
     return frozenset(number for number, part in enumerate(parts) if part.needs == Needs())
 
 
 def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
-    """What a verify engine is told of the drafter that the options name."""
+    """Return the hello that tells a verify engine about the drafter that the options name."""
     needs = drafter.needs
     return Hello(
         PROTOCOL_VERSION,
@@ -387,7 +387,7 @@ def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
         sources=tuple(drafter.sources),
         projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
         projection_hash=needs.projection.name if needs.projection is not None else "",
-        # In lockstep nothing is said before a tree is complete, features and all.
+        # In lockstep nothing is sent before a tree is complete, and a model's part of it needs features.
         features_optional=bool(needs.feature_layers and drafters_of_any_target(drafter)) and not options.lockstep,
         drafts_on_demand=drafts_on_demand(parts_of(drafter), options),
     )

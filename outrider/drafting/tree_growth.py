@@ -1,4 +1,4 @@
-"""What grows: open trees, and the growers that append to them by one policy."""
+"""Open trees, and the growers that append nodes to them by one policy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Tree:
     """An open request as growers know it."""
 
     handle: int
-    """Names it in the whole service; never used twice."""
+    """Identifies the tree in the whole service; never used twice."""
     author: TreeAuthor
     parts: frozenset[int] | None = None
-    """Numbers of the growers that may serve it, where there are several; None for all."""
+    """Numbers of the growers that may serve the tree, where there are several; None for all."""
     growers: list[Grower] = field(default_factory=list)
     is_paused: bool = False
 
@@ -56,33 +56,33 @@ class TreeLimits:
 
 
 ANSWER_PHASES = ("features", "launch", "burst", "send")
-"""What ends each: features of the request came; a burst was launched that it is part of; what that brought was taken;
-its answer was handed over. One that happens again adds to what it took before."""
+"""Phases of an answer by the event that ends each: features of the request came; a burst with the request was launched;
+the burst's result was taken; the answer was handed over. The times of a phase that happens again add up."""
 
 ANSWER_SECONDS = (
     *(0.00005, 0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.0007, 0.001, 0.0013, 0.0016, 0.002, 0.003, 0.005),
     *(0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0),
 )
-"""Bounds by which phases are counted."""
+"""Bounds, in seconds, of the buckets that count phases."""
 
 
 class AnswerPhases:
-    """Times of the answers of all trees. A phase lasts from the end of the one before it, the first from the commit."""
+    """Times the answers of all trees. A phase begins when the one before it ends, and the first with the commit."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._at: dict[int, float] = {}  # by handle: when the last phase ended, of trees that owe an answer
-        self._taken: dict[int, dict[str, float]] = {}  # seconds by phase of those
+        self._at: dict[int, float] = {}  # by handle, of trees that owe an answer: when the last phase ended
+        self._taken: dict[int, dict[str, float]] = {}  # by handle, of the same trees: seconds by phase
         self._counts: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
 
     def begin(self, handle: int) -> None:
-        """A commit to a tree was applied; of several that one answer follows the first counts."""
+        """Start to time an answer when a commit is applied; if one answer follows several commits, at the first."""
         if handle not in self._at:
             self._at[handle], self._taken[handle] = self._clock(), {}
 
     def note(self, handle: int, phase: str) -> None:
-        """A phase of a tree's answer ends, if it owes one."""
+        """End a phase of a tree's answer, if the tree owes one."""
         before = self._at.get(handle)
         if before is not None:
             self._at[handle] = now = self._clock()
@@ -90,7 +90,7 @@ class AnswerPhases:
             taken[phase] = taken.get(phase, 0.0) + now - before
 
     def end(self, handle: int) -> None:
-        """A tree is answered."""
+        """Count a tree's answer, which was handed over."""
         self.note(handle, "send")
         for phase, seconds in self.forget(handle).items():
             counts = self._counts.setdefault(phase, [0] * (len(ANSWER_SECONDS) + 1))
@@ -98,22 +98,22 @@ class AnswerPhases:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def forget(self, handle: int) -> dict[str, float]:
-        """No answer of a tree is to be counted; returns what it took so far."""
+        """Drop a tree's answer uncounted; returns its seconds by phase so far."""
         self._at.pop(handle, None)
         return self._taken.pop(handle, {})
 
     def take(self) -> tuple[dict[str, list[int]], dict[str, float]]:
-        """Answers since the last call by phase, counted by ANSWER_SECONDS, and what each phase took in sum."""
+        """Return, by phase, the answers since the last call as counts by ANSWER_SECONDS, and their seconds in sum."""
         taken = self._counts, self._seconds
         self._counts, self._seconds = {}, {}
         return taken
 
 
 class TreeGrowth:
-    """All open trees and what grows them: credit, memory, pauses, refusals, and what verify is to be told.
+    """All open trees and their growers: keeps credit, memory, pauses, refusals, and what verify is still to be told.
 
-    Growers are told of what happened to a tree, ask how many nodes it may have, append by `append` or `extend`, and
-    say by `refuse` that they cannot serve it. A tree that one of several growers refuses is left to the rest.
+    `TreeGrowth` tells growers what happened to a tree. They ask how many nodes a tree may have, add nodes with `append`
+    or `extend`, and call `refuse` for a tree that they cannot serve. The other growers of that tree go on with it.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -121,11 +121,11 @@ class TreeGrowth:
         self.num_live = 0
         """Live nodes in all trees."""
         self.grown: Counter[int] = Counter()
-        """Nodes appended by source since someone emptied this."""
+        """Nodes appended by source since the counter was last emptied."""
         self.growers: list[Grower] = []
-        """Each adds itself when it is made."""
+        """Each grower adds itself when it is made."""
         self.unsent: dict[int, Tree] = {}
-        """Trees by handle with nodes or an acknowledged commit that verify was not sent yet."""
+        """Trees by handle with nodes or acknowledgements that were not sent to verify yet."""
         self.answer_phases = AnswerPhases()
         self._share = max_nodes  # nodes that each tree may have
         self._counted: dict[int, int] = {}  # live nodes by handle of the tree
@@ -143,12 +143,12 @@ class TreeGrowth:
 
     @property
     def is_behind(self) -> bool:
-        """Whether `grow` has committed tokens to compute before some tree can grow."""
+        """Whether `grow` must compute committed tokens before some tree can grow."""
         return any(grower.is_behind for grower in self.growers)
 
     @property
     def device_idle(self) -> bool:
-        """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
+        """Whether a device waits for the next call of `grow`: before that call, only messages should be applied."""
         return any(grower.device_idle for grower in self.growers)
 
     @property
@@ -162,14 +162,14 @@ class TreeGrowth:
         return any(grower.has_work for grower in self.growers)
 
     def take_updates(self) -> list[Tree]:
-        """The trees of which something is to be sent to verify now."""
+        """Return the trees that have something to send to verify now."""
         due = [tree for tree in self.unsent.values() if self._is_due(tree)]
         for tree in due:
             del self.unsent[tree.handle]
         return due
 
     def take_refused(self) -> list[tuple[Tree, Refusal]]:
-        """The trees that nothing grows any more since the last call; each is to be closed."""
+        """Return the trees that lost their last grower since the last call. The caller closes them."""
         if not self._refused:
             return []
         refused, self._refused = self._refused, []
@@ -186,7 +186,7 @@ class TreeGrowth:
         return list(declined.values())
 
     def open(self, tree: Tree) -> None:
-        """Begin to grow a tree with all growers that may serve it. If this raises, it is not open."""
+        """Begin to grow a tree with all growers that may serve it. If this raises, the tree is not open."""
         growers, parts = self.growers, tree.parts if len(self.growers) > 1 else None
         tree.growers = [one for number, one in enumerate(growers) if parts is None or number in parts]
         opened: list[Grower] = []
@@ -203,7 +203,7 @@ class TreeGrowth:
         self._recount(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The author's committed tokens may have gone past `known`; `missed` says that a new epoch began with that."""
+        """Take note of committed tokens past `known`, if there are any; `missed` says that they began a new epoch."""
         if tree.author.committed_len > known:
             self.answer_phases.begin(tree.handle)
             for grower in tree.growers:
@@ -211,12 +211,12 @@ class TreeGrowth:
         self._look_again(tree)
 
     def pause(self, tree: Tree) -> None:
-        """Nothing is to be appended to a tree until it is resumed."""
+        """Append nothing to a tree until it is resumed."""
         tree.is_paused = True
         self._look_again(tree)
 
     def resume(self, tree: Tree, credit: int) -> None:
-        """A tree may grow, up to `credit` nodes."""
+        """Let a tree grow again, up to `credit` nodes."""
         tree.is_paused, tree.author.credit = False, credit
         self._look_again(tree)
 
@@ -231,7 +231,7 @@ class TreeGrowth:
         tree.growers = []
 
     def take_features(self, tree: Tree, features: Features) -> None:
-        """The target's features of committed positions have come; their memory is free once this returns."""
+        """Take the target's features of committed positions; their memory is free once this returns."""
         for grower in tree.growers:
             grower.take_features(tree, features)
         self.answer_phases.note(tree.handle, "features")
@@ -239,7 +239,7 @@ class TreeGrowth:
     def grow(self, deadline: float, interrupted: Callable[[], bool]) -> None:
         """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
 
-        Several growers keep devices busy first, then grow what costs nothing, and wait for devices last.
+        With several growers, first keep devices busy and grow what needs no device, and only then wait for devices.
         """
         if len(self.growers) == 1:
             self.growers[0].grow(deadline, interrupted)
@@ -259,16 +259,16 @@ class TreeGrowth:
             grower.work(deadline)
 
     def forget_target(self) -> None:
-        """The next trees are of another target. No tree is open."""
+        """Forget the target, since the next trees have another. No tree is open."""
         for grower in self.growers:
             grower.forget_target()
 
     def take_counts(self) -> dict[str, float]:
-        """What growers counted since the last call, by name; one of them at most counts bursts."""
+        """Return what growers counted since the last call, by name; at most one of them counts bursts."""
         return {name: value for grower in self.growers for name, value in grower.take_counts().items()}
 
     def granted(self, tree: Tree, limits: TreeLimits) -> int:
-        """Live nodes that verify lets a tree have, within a grower's bounds; 0 while it is paused."""
+        """Return how many live nodes verify lets a tree have, within a grower's limits; 0 while the tree is paused."""
         if tree.is_paused:
             return 0
         credit = tree.author.credit
@@ -277,35 +277,35 @@ class TreeGrowth:
         return min(credit, limits.num_nodes)
 
     def most_nodes(self, tree: Tree, limits: TreeLimits) -> int:
-        """Live nodes that a tree may have by now: what is granted, and no more than its share of the memory."""
-        # As `granted`, which is not called: this is asked for each tree in each turn.
+        """Return how many live nodes a tree may have now: those granted, but no more than its share of the memory."""
+        # Repeats `granted` to save a call: this runs for each tree in each turn.
         if limits.leaves_half or tree.is_paused:
             return min(self.granted(tree, limits), self._share)
         return min(tree.author.credit, limits.num_nodes, self._share)
 
     def append(self, tree: Tree, parent: int, token: int, score: float, source: int) -> int | None:
-        """Append a node and return its id; None if the author refuses it, see TreeAuthor.add."""
+        """Append a node and return its id; None if the author refuses the node, see TreeAuthor.add."""
         added = tree.author.add(parent, token, score, source)
         if added is not None:
             self.appended(tree, source)
         return added
 
     def extend(self, tree: Tree, parents: list[int], tokens: list[int], scores: list[float], source: int) -> bool:
-        """Append nodes of consecutive ids at once; whether that could be done, see TreeAuthor.extend."""
+        """Append nodes of consecutive ids at once; return whether the author took them, see TreeAuthor.extend."""
         if tree.author.extend(parents, tokens, scores, source) is None:
             return False
         self.appended(tree, source, len(tokens))
         return True
 
     def appended(self, tree: Tree, source: int, count: int = 1) -> None:
-        """Count nodes that were appended, and have them sent."""
+        """Count appended nodes, and mark the tree to be sent."""
         self.num_live += count
         self._counted[tree.handle] += count
         self.grown[source] += count
         self.unsent[tree.handle] = tree
 
     def refuse(self, grower: Grower, tree: Tree, refusal: Refusal) -> None:
-        """A grower cannot serve a tree any more; it is told to close it a little later."""
+        """Note that a grower cannot serve a tree any more. `take_refused` handles this later."""
         self._refused.append((grower, tree, refusal))
 
     @property
@@ -313,7 +313,7 @@ class TreeGrowth:
         return any(self._is_due(tree) for tree in self.unsent.values())
 
     def _is_due(self, tree: Tree) -> bool:
-        for grower in tree.growers:  # noqa: SIM110 (asked in each turn, of each tree: half the time of `any`)
+        for grower in tree.growers:  # noqa: SIM110 (runs for each tree in each turn: half the time of `any`)
             if grower.holds_back(tree):
                 return False
         return True
@@ -324,7 +324,7 @@ class TreeGrowth:
             grower.changed(tree)
 
     def _recount(self, tree: Tree) -> None:
-        """Count the nodes of a tree anew; it has something to send: an acknowledgement at least."""
+        """Recount the nodes of a tree, and mark the tree to be sent: at least an acknowledgement is due."""
         num_live = tree.author.num_live
         self.num_live += num_live - self._counted[tree.handle]
         self._counted[tree.handle] = num_live
@@ -341,7 +341,7 @@ class TreeGrowth:
 
 
 class Grower(ABC):
-    """Finds nodes for open trees. The engine's thread calls it; what all growers share lies in `growth`."""
+    """Finds nodes for open trees, on the engine's thread. `growth` has what all growers share."""
 
     def __init__(self, growth: TreeGrowth, limits: TreeLimits) -> None:
         self.growth = growth
@@ -355,15 +355,15 @@ class Grower(ABC):
 
     @abstractmethod
     def open(self, tree: Tree) -> None:
-        """Begin to grow a tree. If this raises, the tree is not open here."""
+        """Begin to grow a tree. If this raises, the tree is not open for this grower."""
 
     @abstractmethod
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The author's committed tokens went past `known`; `missed` says that a new epoch began with that."""
+        """Follow the author, whose committed tokens went past `known`; `missed` says that a new epoch began."""
 
     @abstractmethod
     def changed(self, tree: Tree) -> None:
-        """Look again at a tree that was followed, or of which other numbers of nodes are granted."""
+        """Look again at a tree after a commit, or when its granted number of nodes may have changed."""
 
     @abstractmethod
     def close(self, tree: Tree) -> None:
@@ -373,12 +373,12 @@ class Grower(ABC):
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
 
-        Without `wait`, a grower whose next step is to wait for a device returns.
+        Without `wait`, return instead of waiting for a device.
         """
 
     @property
     def is_behind(self) -> bool:
-        """Whether committed tokens are to be computed before some tree can grow."""
+        """Whether committed tokens must be computed before some tree can grow."""
         return False
 
     @property
@@ -387,15 +387,15 @@ class Grower(ABC):
         return False
 
     def holds_back(self, tree: Tree) -> bool:
-        """Whether verify is not to be told of a tree yet, since more nodes come in a moment."""
+        """Whether to send nothing of a tree to verify yet, since more nodes come in a moment."""
         return False
 
     def foreign_nodes_added(self, tree: Tree) -> None:
-        """Another grower appended to the tree's author."""
+        """Take note of nodes that another grower appended to a tree."""
         self.changed(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:  # noqa: B027
-        """The target's features of committed positions have come; their memory is free once this returns."""
+        """Take the target's features of committed positions; their memory is free once this returns."""
 
     @property
     def has_work(self) -> bool:
@@ -406,8 +406,8 @@ class Grower(ABC):
         """Do what can wait until `time.perf_counter()` reads `deadline`."""
 
     def forget_target(self) -> None:  # noqa: B027
-        """The next trees are of another target. No tree is open."""
+        """Forget the target, since the next trees have another. No tree is open."""
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted since the last call, by name."""
+        """Return what was counted since the last call, by name."""
         return {}

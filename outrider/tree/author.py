@@ -22,7 +22,7 @@ class Outcome(Enum):
     HIT = "hit"
     """The committed path is in the tree; the tree was re-rooted."""
     MISS = "miss"
-    """It is not, or verify lost it; a new epoch began."""
+    """The committed path is not in the tree, or verify lost part of it; a new epoch began."""
     STALE = "stale"
     """The commit tells nothing new."""
     GAP = "gap"
@@ -38,15 +38,15 @@ class Node(NamedTuple):
     """Edge log-probability, at most 0."""
     source: int
     below: dict[int, int]
-    """Token to id of its children; not to be changed."""
+    """The node's children, from token to id; not to be changed."""
 
 
 _new_node = tuple.__new__
-"""Takes Node and its values; quicker than NamedTuple's own."""
+"""Takes Node and its values; quicker than NamedTuple's own `__new__`."""
 
 
 class _Bulk(NamedTuple):
-    """The newest nodes of an author, of consecutive ids up to the last: most die without anybody asking for them."""
+    """The newest nodes of an author, with consecutive ids up to the last; most die before anything looks them up."""
 
     parents: list[int]
     tokens: list[int]
@@ -57,8 +57,8 @@ class _Bulk(NamedTuple):
 class TreeAuthor:
     """The tree of one request as the draft grows it.
 
-    Ids grow by one within an epoch and node 0 is the root at `base_len`. Nodes off the committed path are forgotten
-    at once, so memory is bounded by the credit plus what is not taken yet.
+    Ids grow by one within an epoch, and node 0 is the root at `base_len`. Nodes off the committed path are forgotten
+    at once, so the credit plus the nodes not taken yet bounds the memory.
     """
 
     def __init__(self, message: Open, vocab_size: int) -> None:
@@ -70,7 +70,7 @@ class TreeAuthor:
         self.credit = message.credit
         self.epoch = 0
         self.guide: Guide | None = None
-        """Guide of the request's grammar, if it has one."""
+        """Guide of the request's grammar, if the request has one."""
         self.vocab_size = vocab_size
         """Ids at or past this are illegal."""
         self._acked_len = 0
@@ -90,7 +90,7 @@ class TreeAuthor:
         return len(self._nodes) + len(self._bulk.parents) - 1
 
     def apply(self, commit: Commit) -> Outcome:
-        """Follow a commit. It is applied by its length alone, so duplicates and overlaps are harmless."""
+        """Follow a commit. Only its length decides what is new, so duplicates and overlaps are harmless."""
         known = self.committed_len
         end = commit.length_before + len(commit.token_ids)
         if commit.length_before > known:
@@ -102,7 +102,7 @@ class TreeAuthor:
         self.tokens.extend(new_tokens)
         walked = self._walk(new_tokens)
         if self.epoch < commit.epoch < _MAX_EPOCH:
-            # Verify believes in an epoch that never began here, and drops what is said of this one.
+            # Verify believes in an epoch that never began here, and drops messages of this one.
             self.epoch = commit.epoch
             walked = None
         if walked is None or self._lost(commit, walked[-1]):
@@ -125,17 +125,16 @@ class TreeAuthor:
             self._reroot(walked)
 
     def forbids(self, parent: int, token: int) -> bool:
-        """Whether `token` is outside the vocabulary, or a grammar rules it out behind a node, if that is live."""
+        """Whether `token` is outside the vocabulary, or the grammar rules it out behind `parent`, if that is live."""
         if not 0 <= token < self.vocab_size:
             return True
         return self.guide is not None and self.is_live(parent) and not self.guide.allows(parent, token)
 
     def add(self, parent: int, token: int, score: float, source: int) -> int | None:
-        """Append a node. None if its parent is dead, it is an alias, the token is illegal, or the credit is used up.
+        """Append a node and return its id.
 
-        Illegal is also what the guide forbids.
-
-        Raises ValueError for a score that is no log-probability.
+        None if the parent is dead or has that child already, if the token is illegal (also if the guide forbids it), or
+        if the credit is used up. Raises ValueError for a score that is no log-probability.
         """
         if not _MIN_EDGE_SCORE <= score <= 0.0:
             raise ValueError(f"edge score {score} is not a finite log-probability")
@@ -156,10 +155,10 @@ class TreeAuthor:
         return node_id
 
     def extend(self, parents: list[int], tokens: list[int], scores: list[float], source: int) -> int | None:
-        """Append nodes of consecutive ids at once, and return the first; a parent may be one of them that comes before.
+        """Append nodes with consecutive ids at once, and return the first id; a parent may be an earlier one of them.
 
-        None, and nothing is changed, if `add` would refuse one of them or a guide is to be asked. That none is an alias
-        is the caller's to know.
+        None, and no change, if `add` would refuse one of the nodes or there is a guide to ask. The caller must make sure
+        that no parent gets two children with the same token.
         """
         first, bulk, count = self.next_id, self._bulk, len(tokens)
         late = first - len(bulk.parents)
@@ -179,16 +178,16 @@ class TreeAuthor:
         return first
 
     def child(self, parent: int, token: int) -> int | None:
-        """Id of the live child of `parent` that holds `token`."""
+        """Return the id of the live child of `parent` that holds `token`, or None."""
         above = self._settled().get(parent)
         return None if above is None else above.below.get(token)
 
     def settled_child(self, parent: int, token: int) -> int | None:
-        """Id of the live child that holds `token`, without a look at nodes that were appended in bulk."""
+        """As `child`, but without looking at nodes that were appended in bulk."""
         return self._nodes[parent][4].get(token) if parent in self._nodes else None
 
     def since(self, first: int) -> list[tuple[int, int, int]]:
-        """Id, parent and source of the live nodes from an id on, but for the epoch's node 0."""
+        """Return id, parent and source of the live nodes from id `first` on, except the epoch's node 0."""
         nodes, bulk, late = self._nodes, self._bulk, self._first_late
         found = [(one, node[0], node[3]) for one in range(max(first, 1), late) if (node := nodes.get(one)) is not None]
         start = max(first - late, 0)
@@ -196,16 +195,16 @@ class TreeAuthor:
         return found
 
     def children(self, node_id: int) -> dict[int, int]:
-        """Token to id of a live node's children; not to be changed."""
+        """Return a live node's children, from token to id; not to be changed."""
         return self._settled()[node_id].below
 
     def node(self, node_id: int) -> Node:
-        """A live node. Raises KeyError for a dead one."""
+        """Return a live node. Raises KeyError for a dead one."""
         node = self._nodes.get(node_id)
         return self._settled()[node_id] if node is None else node
 
     def live_ids(self) -> list[int]:
-        """Ids of the live nodes, the root included, in id order."""
+        """Return the ids of the live nodes, the root included, in ascending order."""
         return list(self._settled())
 
     def is_live(self, node_id: int) -> bool:
@@ -213,11 +212,11 @@ class TreeAuthor:
         return node_id in self._nodes or self._first_late <= node_id < self.next_id
 
     def depth(self, node_id: int) -> int:
-        """Draft tokens from the root to the node."""
+        """Return the number of draft tokens from the root to the node."""
         return self.from_start(node_id)[1] - self._sums[self.root][1]
 
     def from_start(self, node_id: int) -> tuple[float, int]:
-        """Sum of the edge scores from node 0 of the epoch to a live node, and draft tokens from there."""
+        """Return the sum of edge scores, and the number of draft tokens, from the epoch's node 0 to a live node."""
         sums = self._sums
         if node_id in sums:
             return sums[node_id]
@@ -232,16 +231,16 @@ class TreeAuthor:
 
     @property
     def owes_answer(self) -> bool:
-        """Whether `take` has given nothing since the last commit."""
+        """Whether `take` was not called since the last commit."""
         return self._acked_len != len(self.tokens)
 
     @property
     def has_untaken(self) -> bool:
-        """Whether `take` has nodes to give."""
+        """Whether `take` has nodes to return."""
         return bool(self._untaken) or self._num_bulk_taken < len(self._bulk.parents)
 
     def take(self, max_nodes: int) -> Grow | None:
-        """What verify has not been told, in one message of consecutive ids; call again until None.
+        """Return what verify was not told yet, as one message of consecutive ids; call again until None.
 
         Without new nodes, an unacknowledged commit yields an empty message.
         """
@@ -279,7 +278,7 @@ class TreeAuthor:
         )
 
     def _next_run(self, max_nodes: int) -> tuple[int, list[Node]]:
-        """Take nodes of consecutive ids off `_untaken`; returns the first of those ids, too."""
+        """Take nodes with consecutive ids off `_untaken`; returns the first id and the nodes."""
         untaken = self._untaken
         ids = list(untaken)  # insertion order is id order
         first, count = ids[0], len(ids)
@@ -306,11 +305,11 @@ class TreeAuthor:
 
     @property
     def _first_late(self) -> int:
-        """Id of the first node that is in `_bulk` and not in `_nodes`."""
+        """Id of the first node in `_bulk`, which are not in `_nodes` yet."""
         return self.next_id - len(self._bulk.parents)
 
     def _settled(self) -> dict[int, Node]:
-        """All live nodes."""
+        """Move the bulk into `_nodes`, and return all live nodes."""
         if self._bulk.parents:
             first = self._first_late + self._num_bulk_taken
             self._bring_bulk(self._nodes)
@@ -318,9 +317,9 @@ class TreeAuthor:
         return self._nodes
 
     def _bring_bulk(self, nodes: dict[int, Node], start: int = 0) -> None:
-        """What was appended in bulk below these nodes is among them from now on, and the rest is dead.
+        """Add the bulk's nodes that hang below `nodes` to them; the other ones are dead.
 
-        `start`: how many of them cannot be below.
+        `start`: how many leading nodes of the bulk cannot hang below.
         """
         columns = [column[start:] for column in self._bulk] if start else self._bulk
         ids = range(self._first_late + start, self.next_id)
@@ -331,7 +330,7 @@ class TreeAuthor:
         self._clear_bulk()
 
     def _walk(self, tokens: list[int]) -> list[int] | None:
-        """Node ids along the committed tokens from the root, or None where the tree lacks one."""
+        """Return the node ids along the committed tokens from the root, or None if the tree lacks one."""
         nodes, bulk, late = self._nodes, self._bulk, self._first_late
         walked, node_id, at = [], self.root, 0
         try:
@@ -350,7 +349,7 @@ class TreeAuthor:
         return walked
 
     def _lost(self, commit: Commit, root: int) -> bool:
-        """Whether verify has received past the new root and yet does not have it."""
+        """Whether verify has received nodes past the new root, and yet does not have that root."""
         return commit.epoch == self.epoch and commit.received_through >= root and commit.resolved_root != root
 
     def _reroot(self, walked: list[int]) -> None:
@@ -377,16 +376,16 @@ class TreeAuthor:
         self._sums = {node_id: summed for node_id, summed in known if node_id in nodes}
         self._sums[root] = score, depth
         if self._untaken:
-            # Committed nodes that were never sent still are: verify cannot resolve its commit without them.
+            # Committed nodes that were not sent yet must still be sent: verify cannot resolve its commit without them.
             keep = nodes.keys() | set(walked)
             self._untaken = {node_id: node for node_id, node in self._untaken.items() if node_id in keep}
 
 
 class Guide(Protocol):
-    """Which tokens may come behind nodes."""
+    """Tells which tokens may come behind a node."""
 
     def allows(self, parent: int, token: int) -> bool:
         """Whether `token` may come behind a live node."""
 
     def forced(self, parent: int) -> int | None:
-        """The one token that may come behind a live node; None if there are several, or if that is not known."""
+        """Return the only token that may come behind a live node; None if there are several, or it is not known."""

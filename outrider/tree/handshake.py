@@ -1,7 +1,7 @@
-"""Whether a verify service and a draft service fit together: one check, made by both sides from both hellos.
+"""Checks whether a verify service and a draft service fit together. Both sides make the same check from both hellos.
 
-A hello of a draft may offer a projection: the matrix that its drafter multiplies the target's features with first, and
-which verify may multiply instead.
+A draft's hello may offer a projection: the matrix that its drafter first multiplies the target's features with. Verify
+may do that multiplication instead.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from outrider.errors import InvalidRequestError, OutriderError
 from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Hello, ProjectionPart
 
 MAX_FEATURE_LAYERS = 8
-"""Layers of the target that a drafter may take: each costs verify memory for every token that it keeps."""
+"""Most layers of the target that a drafter may take: each costs verify memory for every token that it keeps."""
 
 MAX_SOURCES = 256
 """A node's source travels as a byte."""
 MAX_SOURCE_NAME = 64
-"""Characters of a drafter's name that clients are told."""
+"""Most characters of a source's name that clients are told."""
 
 PROJECTED = -1
-"""Number that stands for the product with a projection where layers are numbered."""
+"""Stands for the product with a projection where layers are given by number."""
 
 MAX_PROJECTION_BYTES = 512 << 20
 """A larger matrix is not offered: three layers of 8192 values in bfloat16 make 384 MiB."""
@@ -41,13 +41,13 @@ class HandshakeError(OutriderError):
 
 
 Terms = Hello
-"""What holds in a session: the draft's hello, with the vocabulary of both. Its model and tokenizer are not told."""
+"""The terms of a session: the draft's hello, with the smaller vocabulary, and without its model and tokenizer."""
 
 
 def agree(verify: Hello, draft: Hello) -> Terms:
-    """The terms of a session.
+    """Return the terms of a session.
 
-    Raises InvalidRequestError where verify's hello makes no sense, HandshakeError where the two do not fit.
+    Raises InvalidRequestError if verify's hello makes no sense, HandshakeError if the two sides do not fit.
     """
     _same("protocol_version", verify.protocol_version, draft.protocol_version, _RELEASE)
     _same("noise_version", verify.noise_version, draft.noise_version, _RELEASE)
@@ -103,7 +103,7 @@ def _check_projection(verify: Hello, draft: Hello) -> None:
             f"{columns} columns for features of {width}; offer an even number of columns, fewer than the features "
             f"have and at most {verify.hidden_size}"
         )
-    # Its dtype is not known yet: the smallest it may have counts here, its own when it comes.
+    # The projection's dtype is not known yet: check the smallest here, and the actual one when the projection comes.
     least = columns * width * min(FEATURE_ITEM_BYTES.values())
     if least > MAX_PROJECTION_BYTES:
         raise HandshakeError(
@@ -125,7 +125,7 @@ def _same(field: str, theirs: object, ours: object, fix: str) -> None:
 class Projection:
     """A matrix [num_columns, hidden_size for each of `layers`] of `dtype` in `data`, row by row, little-endian.
 
-    Two are the same if their names are.
+    Two projections are equal if their names are.
     """
 
     layers: tuple[int, ...] = field(compare=False)
@@ -133,18 +133,18 @@ class Projection:
     dtype: str = field(compare=False)
     data: bytes | bytearray | memoryview = field(compare=False, repr=False)
     name: str
-    """SHA-256 of all the rest, hexadecimal: see `name_projection`."""
+    """SHA-256 of all other fields, in hexadecimal: see `name_projection`."""
 
 
 def name_projection(layers: tuple[int, ...], num_columns: int, dtype: str, data: bytes | memoryview) -> str:
-    """The name of a projection."""
+    """Return the name of a projection."""
     digest = _begin_name(layers, num_columns, dtype)
     digest.update(data)
     return digest.hexdigest()
 
 
 class ProjectionReader:
-    """Checks the parts of the projection that a draft has offered, and keeps none of them."""
+    """Checks the parts of a projection against what the draft has offered, and keeps none of them."""
 
     def __init__(self, layers: tuple[int, ...], hidden_size: int, num_columns: int, name: str) -> None:
         self._layers = layers
@@ -157,7 +157,7 @@ class ProjectionReader:
         self._digest = hashlib.sha256()
 
     def take(self, part: ProjectionPart) -> bool:
-        """Whether the projection is whole with this part. Raises InvalidRequestError for one that is not the next."""
+        """Take a part, and return whether the projection is complete. Raises InvalidRequestError for a wrong part."""
         if not self._dtype:
             self._begin(part)
         if (part.num_columns, part.dtype) != (self._num_columns, self._dtype):

@@ -14,14 +14,14 @@ _MAX_NODE_ID = 2**32 - 1
 """Node ids travel as uint32."""
 
 _MAX_EDGE_COST = 50.0
-"""Bound of an edge's cost: beside an unbounded one the costs of the nodes below it would be lost."""
+"""Bound of an edge's cost: beside a huge one, the costs of the nodes below would be lost to rounding."""
 
 Calibrate = Callable[[float, int], float]
-"""An edge score and its source to a calibrated edge log-probability, at most 0."""
+"""Turns an edge score and its source into a calibrated edge log-probability, at most 0."""
 
 
 class Observation(NamedTuple):
-    """A child of a committed token, and whether it was committed next."""
+    """A child of a committed node, and whether it was committed next."""
 
     score: float
     """Edge score as sent."""
@@ -32,9 +32,9 @@ class Observation(NamedTuple):
 class TreeMirror:
     """The tree of one request as verify knows it.
 
-    A node has a slot: an epoch's root has 0, and nodes count on as they come. Following a commit moves `root` along;
-    what does not hang below it is dead, and goes when slots run out, where the others move up. While committed tokens
-    below the root are unresolved the tree offers nothing.
+    Each node has a slot: an epoch's root has slot 0, and nodes get the next slots as they come. Following a commit moves
+    `root` down. Nodes that do not hang below it are dead; they are dropped when slots run out, and the others move up.
+    While committed tokens below the root are unresolved, the tree offers no nodes.
 
     Lists rather than arrays: messages bring few nodes and rounds look at few, and a call into numpy takes as long as
     two nodes here.
@@ -42,17 +42,17 @@ class TreeMirror:
     `tokens` is the request's own list of committed tokens; the engine appends to it and then calls `commit`.
 
     Attributes:
-        root: slot of the deepest committed node known.
-        below: of each slot its children, likeliest first, as cost and slot. A node's cost is its path's calibrated
-            log-probability, negated; `root_cost` goes off.
-        token_ids, parents, depths, ids, scores, sources: of each slot; parents are slots, `root_depth` goes off
-            depths, scores are edge scores as sent.
-        desynced: the two copies disagree about which epoch it is, which no honest draft's do. Nothing mends that but
-            to open the request anew.
+        root: slot of the deepest known committed node.
+        below: by slot, the node's children, likeliest first, as cost and slot. A node's cost is the negated calibrated
+            log-probability of its path; subtract `root_cost` to count from the root.
+        token_ids, parents, depths, ids, scores, sources: by slot. Parents are slots, depths include `root_depth`, and
+            scores are edge scores as sent.
+        desynced: the two copies disagree about the epoch, which never happens with an honest draft. Only opening the
+            request anew repairs that.
     """
 
     def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int) -> None:
-        """`max_nodes`: nodes that are kept; dead ones are among them until they are in the way."""
+        """`max_nodes`: most nodes that are kept; dead nodes count until their slots are needed."""
         self.tokens = tokens
         self.dropped: Counter[str] = Counter()
         self.calibrate: Calibrate = lambda score, source: score
@@ -62,7 +62,7 @@ class TreeMirror:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the tree and its epoch, as when a session ends."""
+        """Drop the tree and its epoch, for instance when a session ends."""
         self._opened_len = len(self.tokens)
         self.desynced = False
         self._begin(epoch=0, base_len=len(self.tokens))
@@ -84,20 +84,20 @@ class TreeMirror:
         self._turn = 0
         """Counts moves of the root."""
         self._alive = [0]
-        """Of each slot the last turn in which it was found to hang below the root; inverted, if it was found not to."""
+        """By slot, the turn in which the node was last checked, inverted (`~`) if it was dead."""
         self._swept = -1
-        """The last turn in which dead nodes were dropped: none die but when the root moves."""
+        """The last turn in which dead nodes were dropped: nodes die only when the root moves."""
         self._steps: list[tuple[int, int]] = []
         self._observed: set[int] = set()
 
     @property
     def num_unresolved(self) -> int:
-        """Committed tokens below the root whose nodes are not here (yet)."""
+        """Committed tokens below the root whose nodes are not (yet) in the tree."""
         return len(self.tokens) - self.root_len
 
     @property
     def resolved_root(self) -> int | None:
-        """Node id of the root; None while it is unresolved or no tree was received."""
+        """Node id of the root; None while committed tokens are unresolved or no tree was received."""
         return self.ids[self.root] if self.epoch and not self.num_unresolved else None
 
     @property
@@ -106,7 +106,7 @@ class TreeMirror:
         return len(self.tokens) == self.root_len and bool(self.below[self.root])
 
     def descend(self) -> Iterator[int]:
-        """Slots of all nodes below the root, parents first."""
+        """Yield the slots of all nodes below the root, parents first."""
         todo = [slot for _, slot in self.below[self.root]]
         while todo:
             slot = todo.pop()
@@ -114,15 +114,15 @@ class TreeMirror:
             todo += [child for _, child in self.below[slot]]
 
     def chance(self, slot: int) -> float:
-        """How likely the path to a node below the root is committed."""
+        """Return the chance that the path to a node below the root is committed."""
         return math.exp(self.root_cost - self._costs[slot])
 
     def child(self, slot: int, token: int) -> int | None:
-        """Slot of the child that holds `token`."""
+        """Return the slot of the child that holds `token`, or None."""
         return self._children.get(slot << 32 | token)
 
     def commit(self) -> None:
-        """Follow tokens that were appended to `tokens` since the last call: a look into a dict for each of them."""
+        """Follow tokens that were appended to `tokens` since the last call, with one dict lookup for each."""
         tokens, root = self.tokens, self.root
         while self.root_len < len(tokens):
             token = tokens[self.root_len]
@@ -138,7 +138,7 @@ class TreeMirror:
             self._alive[root] = self._turn
 
     def insert(self, grow: Grow) -> int:
-        """Take a message; returns how many nodes entered. What is illegal is dropped and counted in `dropped`."""
+        """Take a message; returns how many nodes entered. Illegal nodes are dropped and counted in `dropped`."""
         count = len(grow.token_ids)
         if not self._accepts(grow, count):
             return 0
@@ -149,24 +149,24 @@ class TreeMirror:
         return entered
 
     def take_observations(self) -> list[Observation]:
-        """Observations since the last call: each child of a committed token once, also when it came late."""
+        """Return observations since the last call: each child of a committed node once, even if it came late."""
         self._observe()
         taken, self._observations = self._observations, []
         return taken
 
     def _accepts(self, grow: Grow, count: int) -> bool:
         sizes = {len(grow.parents), len(grow.scores), len(grow.sources), count}
-        # An id past the last would be told back in a commit that no message can carry.
+        # An id past the last would have to go back in a commit, which cannot carry it.
         if len(sizes) > 1 or grow.first_id < 1 or grow.epoch < 1 or grow.first_id + count - 1 > _MAX_NODE_ID:
             return self._drop("malformed", max(count, 1))
         if grow.epoch < self.epoch:
             return self._drop("stale_epoch", count)
-        # What no draft can mean is no sign that the two have parted.
+        # A base that no draft can mean does not show that the copies have diverged.
         if not 1 <= grow.base_len <= len(self.tokens):
             return self._drop("base_len", max(count, 1))
         if grow.epoch > self.epoch:
-            # A draft begins each epoch at a longer base than the one before. One more is for a draft that goes past an
-            # epoch which it never began.
+            # A draft begins each epoch at a longer base than the one before. Allow one more epoch, for a draft that
+            # skips one which it never began.
             if grow.epoch > 2 + grow.base_len - self._opened_len:
                 return self._desync("epoch", max(count, 1))
             self._observe()
@@ -176,7 +176,7 @@ class TreeMirror:
         return True
 
     def _enter(self, grow: Grow, count: int) -> int:
-        """Add what is legal and new below the root; returns how many nodes that were."""
+        """Add the nodes that are legal and new below the root; returns how many were added."""
         if len(self.ids) + count > self._num_slots and self._swept != self._turn:
             self._drop_dead()
         slots, children, faults, alive, turn = self._slots, self._children, self.dropped, self._alive, self._turn
@@ -216,7 +216,7 @@ class TreeMirror:
         self.sources.append(source)
 
     def _is_alive(self, slot: int) -> bool:
-        """Whether a node hangs below the root, or is it; what the way up shows is remembered."""
+        """Whether a node is the root or below it. Remembers the result for the nodes on the way up."""
         alive, turn, way = self._alive, self._turn, []
         while alive[slot] not in (turn, ~turn) and self.depths[slot] > self.root_depth:
             way.append(slot)
@@ -227,7 +227,7 @@ class TreeMirror:
         return found == turn
 
     def _drop_dead(self) -> None:
-        """Give the slots of dead nodes free. The others keep their order."""
+        """Free the slots of dead nodes. The other nodes keep their order."""
         self._observe()
         kept = [self.root, *sorted(self.descend())]
         place = {slot: index for index, slot in enumerate(kept)}
@@ -254,7 +254,7 @@ class TreeMirror:
         return False
 
     def _observe(self) -> None:
-        """Note which children of the committed nodes on the way were right."""
+        """Note, for each node that the root has passed, which of its children were right."""
         unresolved = [(self.root, self.tokens[self.root_len])] if self.num_unresolved else []
         for slot, token in self._steps + unresolved:
             for _, child in self.below[slot]:

@@ -1,4 +1,4 @@
-"""NGRAM: guesses that text goes on as it did before. No model; the tries hold prompt bodies and outputs."""
+"""NGRAM: guesses that text goes on as it did before. Needs no model; the tries hold prompt bodies and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.drafting.tree_growth import Tree
 _INDEX_SLICE = 64
 """Tokens indexed between two looks at the clock: 0.3 ms, up to 1.5 where text repeats."""
 _SHARE_EVERY = 64
-"""Output tokens of a running request that others get to see at once."""
+"""A running request shares its output with others in pieces of this many tokens."""
 _MIN_CAPACITY = 1024
 _MAX_TENANTS = 1024
 """Tenants whose outputs are kept, beside those with open requests."""
@@ -25,17 +25,17 @@ _MIN_CHANCE = 1e-4
 
 
 class _Tenant:
-    """What the requests of one tenant share: a trie of their outputs, and how far its matches are trusted."""
+    """State shared by the requests of one tenant: a trie of their outputs, and how far its matches are trusted."""
 
     def __init__(self, options: DraftOptions) -> None:
         self.trie = Trie(options.capacity, options.branch_length)
         self.predictor = Predictor(self.trie, options.match_type == "BFS", options.min_match_window_size)
         self.num_users = 0
-        """Open requests, and outputs that are not in the trie yet."""
+        """Number of open requests, and of outputs that are not in the trie yet."""
 
 
 class NgramDrafter(Drafter):
-    """Matches the context's suffixes in the request's own trie and in one that its tenant's requests share."""
+    """Matches suffixes of the context in the request's own trie, and in a trie shared by its tenant's requests."""
 
     sources = ("ngram", "ngram_shared")
 
@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
         self._shared_size = 0
 
     def open(self, tree: Tree) -> None:
-        """Indexing the prompt is left to `work`; until it is done there are no guesses."""
+        """Begin a request. `work` indexes the rest of a long prompt; until that is done there are no guesses."""
         trie = Trie(self._share, self._options.branch_length)
         tenant = self._tenants.pop(tree.author.tenant, None) or _Tenant(self._options)
         self._tenants[tree.author.tenant] = tenant
@@ -64,14 +64,14 @@ class NgramDrafter(Drafter):
             self._unindexed.append(tree.handle)
 
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
-        """Learn, extend the trie, forget dead nodes."""
+        """Learn from committed tokens, extend the trie, and forget dead nodes."""
         own = self._requests[request]
         own.commit(tokens, root, live)
         if own.num_unshared >= _SHARE_EVERY:
             self._share_output(own, self._tenant_of[request])
 
     def expand(self, frontier: Sequence[FrontierNode]) -> list[list[Candidate]]:
-        """Followers of each node's context; with temperature, weighed by the shared noise."""
+        """Return the followers of each node's context; with temperature, weighed by the shared noise."""
         return [self._expand(node) for node in frontier]
 
     def close(self, request: int) -> None:
@@ -122,11 +122,11 @@ class NgramDrafter(Drafter):
         self._shared_size = 0
 
     def gauges(self) -> Mapping[str, int]:
-        """Nodes of all tenants' tries."""
+        """Return the number of nodes in the tries of all tenants."""
         return {"shared_trie_nodes": sum(len(tenant.trie) for tenant in self._tenants.values())}
 
     def _share_capacity(self) -> None:
-        """Give every request's trie an even share of the nodes that all may have, and so for tenants with requests."""
+        """Share the capacity of requests' tries evenly among them, and likewise that of tenants with open requests."""
         open_tenants = set(self._tenant_of.values())
         for tenant in open_tenants:
             tenant.trie.capacity = max(_MIN_CAPACITY, self._options.capacity // len(open_tenants))
@@ -138,7 +138,7 @@ class NgramDrafter(Drafter):
                 own.trie.capacity = share
 
     def _drop_tenants(self) -> None:
-        """Forget tenants that nothing is done for, least recently opened first, until the rest is within its bounds."""
+        """Forget unused tenants, least recently opened first, until the rest is within bounds."""
         if self._shared_size <= self._options.capacity and len(self._tenants) <= _MAX_TENANTS:
             return
         for name in [name for name, tenant in self._tenants.items() if not tenant.num_users][: len(self._tenants) - 1]:
@@ -161,7 +161,7 @@ class NgramDrafter(Drafter):
         return [Candidate(guess.token, math.log(guess.chance), guess.source) for guess in guesses]
 
     def _breadth(self, match_length: int) -> int:
-        """Children of a node: the longer the match, the fewer."""
+        """Return how many children a node gets: the longer the match, the fewer."""
         options = self._options
         widest, narrowest = options.max_bfs_breadth, options.min_bfs_breadth
         lengths = max(1, options.max_match_window_size - options.min_match_window_size)
@@ -170,7 +170,7 @@ class NgramDrafter(Drafter):
 
 
 def _weigh_by_noise(own: NgramRequest, node: FrontierNode, guesses: list[Guess]) -> list[Guess]:
-    """The guesses with their chances given the noise, as far as the request has shown that it matters."""
+    """Return the guesses with chances blended with those given the noise, as far as the request trusts the noise."""
     sampling = own.sampling
     noise = [point_gumbel(sampling.seed, sampling.choice_index, node.position, guess.token) for guess in guesses]
     noisy = chances_given_noise([guess.chance for guess in guesses], noise)

@@ -1,6 +1,6 @@
-"""From what followed a context before to the chances of what follows it now, and how far those can be trusted.
+"""Turns what followed a context before into chances for what follows it now.
 
-Trust in the length of a match, and in the noise behind a guess, is learned from what the target commits.
+The predictor learns from the target's commits how far to trust a match of some length, and the noise behind a guess.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from outrider.drafting.tree_growth import Tree
 
 _LENGTH_BUCKET = (0, 0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7)
 _PRIOR = (0.2, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.92)
-"""Chance, by bucket of match length, that the target goes on as some text before did."""
+"""Chance, by bucket of match length, that the target continues like earlier text."""
 _NUM_LENGTHS = len(_PRIOR)
 _NUM_DISTINCT = 3
 _NUM_COUNTS = 3
 
 _PRIOR_WEIGHT = 8.0
 _MAX_TRIES = 512.0
-"""Tries of a cell at which its counts are halved."""
+"""A cell's counts are halved once it has so many tries."""
 _LOCAL_WEIGHT = 8.0
 _MAX_LOCAL_TRIES = 48.0
 
 NUM_SOURCES = 2
 
 _EVIDENCE_DECAY = 0.97
-"""Share of the evidence that each committed token leaves."""
+"""Each committed token multiplies the evidence so far by this."""
 _MAX_EVIDENCE = 5.0
 _WORD_MASK = 0xFFFFFFFF
 _SHARPNESS = 0.5
-"""Power of exp(noise): 1 would be exact if a trie's chances were the target's own; 0.5 measured best."""
+"""Power of exp(noise): 1 would be exact if a trie's chances were the target's own; 0.5 was best in measurements."""
 _MEAN_NOISE_FACTOR = math.gamma(1.0 - _SHARPNESS)
 
 
 class LocalConfidence:
-    """What one request has shown, by bucket of match length: some texts copy, some never do."""
+    """Hits and tries of one request, by bucket of match length: some texts copy, some never do."""
 
     __slots__ = ("hits", "tries")
 
@@ -50,8 +50,8 @@ class LocalConfidence:
 class Confidence:
     """Chances that the next token is among a match's followers, given that no longer match had it.
 
-    A cell is (source, match length, distinct followers, occurrences), each in buckets; it starts from a prior and
-    halves its counts now and then, so that it follows the traffic.
+    A cell is (source, match length, distinct followers, occurrences), each in buckets. It starts from a prior. Its
+    counts are halved now and then, so that it follows the traffic.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Confidence:
         ]
 
     def cell(self, source: int, length: int, distinct: int, occurrences: int) -> int:
-        """Index of the cell of a match."""
+        """Return the index of a match's cell."""
         length_bucket = _LENGTH_BUCKET[length] if length < len(_LENGTH_BUCKET) else _NUM_LENGTHS - 1
         distinct_bucket = min(distinct, _NUM_DISTINCT) - 1
         count_bucket = 0 if occurrences == 1 else 1 if occurrences < 4 else 2
         return ((source * _NUM_LENGTHS + length_bucket) * _NUM_DISTINCT + distinct_bucket) * _NUM_COUNTS + count_bucket
 
     def chance(self, cell: int, local: LocalConfidence) -> float:
-        """Chance, above 0 and below 1, that the next token is among the followers."""
+        """Return the chance, above 0 and below 1, that the next token is among the followers."""
         bucket = _bucket_of(cell)
         shared = self._hits[cell] / self._tries[cell]
         return (_LOCAL_WEIGHT * shared + local.hits[bucket]) / (_LOCAL_WEIGHT + local.tries[bucket])
@@ -95,28 +95,28 @@ def _bucket_of(cell: int) -> int:
 
 
 class NoiseTrust:
-    """Weighs a guess's plain chance against its chance given the noise, by how well each foretold the commits."""
+    """Weighs a guess's plain chance against its chance given the noise, by how well each predicted the commits."""
 
     __slots__ = ("_evidence",)
 
     def __init__(self) -> None:
-        self._evidence = 0.0  # natural-log odds that the noise foretells better than the plain chance
+        self._evidence = 0.0  # natural-log odds that the chance given the noise predicts better than the plain one
 
     @property
     def weight(self) -> float:
-        """Share of the chance given the noise in the blend, 0 to 1."""
+        """Weight, 0 to 1, of the chance given the noise."""
         return 1.0 / (1.0 + math.exp(-self._evidence))
 
     def learn(self, plain: float, noisy: float) -> None:
-        """Note the two chances that were given to the token that the target committed."""
+        """Learn from the two chances that the committed token was given."""
         gain = math.log(max(noisy, 1e-3)) - math.log(max(plain, 1e-3))
         self._evidence = max(-_MAX_EVIDENCE, min(_MAX_EVIDENCE, _EVIDENCE_DECAY * self._evidence + gain))
 
 
 def point_gumbel(seed: int, choice_index: int, position: int, token: int) -> float:
-    """One entry of `outrider.sampling.noise.gumbel`, before its rounding to float32.
+    """Return one entry of `outrider.sampling.noise.gumbel`, before its rounding to float32.
 
-    A trie names two or three tokens a node: numbers cost 4 us each, arrays 120 us however short.
+    A trie names two or three tokens a node: plain Python takes 4 us for each, numpy 120 us however short the array.
     """
     word0, word1, word2, word3 = token >> 2, position, choice_index, 0
     key0, key1 = seed & _WORD_MASK, seed >> 32
@@ -130,10 +130,10 @@ def point_gumbel(seed: int, choice_index: int, position: int, token: int) -> flo
 
 
 def chances_given_noise(chances: Sequence[float], noise: Sequence[float]) -> list[float]:
-    """Chances of one node's guesses, in all below 1, once their noise is known; what is not guessed keeps its weight.
+    """Return the chances of one node's guesses given their noise; they add up to less than 1.
 
-    A softmax of ranks is the rule for a drafter that knows the target's distribution up to a small error
-    (docs/sampling.md). Counts of n-grams do not: under that rule they were trusted too much in both directions.
+    Tokens that are not guessed keep their weight. A softmax of ranks is the rule for a drafter that knows the target's
+    distribution up to a small error (docs/sampling.md). N-gram counts do not: the rule trusted them too much both ways.
     """
     weights = [
         chance * math.exp(_SHARPNESS * one) / _MEAN_NOISE_FACTOR for chance, one in zip(chances, noise, strict=True)
@@ -143,26 +143,26 @@ def chances_given_noise(chances: Sequence[float], noise: Sequence[float]) -> lis
 
 
 OWN, SHARED = 0, 1
-"""Source numbers: the request's own text, and what its tenant's requests put out."""
+"""Source numbers: the request's own text, and the outputs of its tenant's requests."""
 
 _MAX_FOLLOWERS = 24
-"""Of a match with more followers the latest count."""
+"""If a match has more followers, only the latest ones count."""
 _MIN_MASS = 0.01
-"""Shorter matches are not asked once the longer ones leave less chance than this."""
+"""Shorter matches are skipped once the longer ones leave less chance than this."""
 _RECENCY = tuple(0.35**rank for rank in range(_MAX_FOLLOWERS))
-"""Weights of followers by recency: that the latest repeats is likelier than that the one before does."""
+"""Weights of followers, latest first: the latest one is the likeliest to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class NgramContext:
-    """Where a context stands in both tries."""
+    """The states of a context in both tries."""
 
     own: State
     shared: State
 
     @property
     def match_length(self) -> int:
-        """Tokens of the longest suffix known."""
+        """Tokens of the longest suffix found in either trie."""
         return max(len(self.own), len(self.shared)) - 1
 
 
@@ -178,7 +178,7 @@ class Guess:
 class Predictor:
     """Blends the matches of a context, longest first: each takes its share of the chance that longer ones leave.
 
-    Followers of a longer match are excluded from a shorter one, whose text mostly repeats the longer one's.
+    Followers of a longer match do not count in a shorter match, whose occurrences mostly include the longer one's.
     """
 
     def __init__(self, shared: Trie, by_recency: bool, min_match: int) -> None:
@@ -188,7 +188,7 @@ class Predictor:
         self._confidence = Confidence()
 
     def predict(self, own: Trie, context: NgramContext, local: LocalConfidence) -> list[Guess]:
-        """Guesses with their chances, likeliest first; the chances add up to less than 1."""
+        """Return guesses with their chances, likeliest first; the chances add up to less than 1."""
         seen: set[int] = set()
         guesses: list[Guess] = []
         mass = 1.0
@@ -211,7 +211,7 @@ class Predictor:
         return guesses
 
     def learn(self, own: Trie, context: NgramContext, local: LocalConfidence, token: int) -> None:
-        """Note that the target committed `token` after the context."""
+        """Learn that the target committed `token` after the context."""
         seen: set[int] = set()
         for _, cell, followers in self._matches(own, context, seen):
             tokens = [follower for follower, _ in followers]
@@ -224,7 +224,7 @@ class Predictor:
     def _matches(
         self, own: Trie, context: NgramContext, seen: set[int]
     ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-        """Source, confidence cell and unseen followers of each match, longest first; own text before shared."""
+        """Yield source, confidence cell and unseen followers of each match, longest first; own text before shared."""
         sides = ((OWN, own, context.own, len(context.own)), (SHARED, self.shared, context.shared, len(context.shared)))
         for length in range(context.match_length, self._min_match - 1, -1):
             for source, trie, state, end in sides:
@@ -242,7 +242,7 @@ Chances = dict[int, tuple[float, float]]
 
 
 class NgramRequest:
-    """Its own trie, fed by prompt and output, and the contexts of its live nodes."""
+    """One request: its own trie, fed by prompt and output, and the contexts of its live nodes."""
 
     def __init__(self, tree: Tree, predictor: Predictor, trie: Trie, max_match: int) -> None:
         self.sampling = tree.author.sampling
@@ -283,7 +283,7 @@ class NgramRequest:
                 context = self._advance(context, token)
         else:
             self._tokens.extend(tokens)
-        # Node 0 begins an epoch: what was said of the one before is not said of it.
+        # A new epoch has a new node 0: drop what was known about the old one.
         live = set(live) - {0}
         self._contexts = {node: kept for node, kept in self._contexts.items() if node in live}
         self._expanded = {edge: node for edge, node in self._expanded.items() if node in live}
@@ -292,7 +292,7 @@ class NgramRequest:
         self._root = root
 
     def guess(self, node: FrontierNode) -> list[Guess]:
-        """Guesses of a frontier node's children, likeliest first."""
+        """Return guesses for a frontier node's children, likeliest first."""
         if not self.ready:
             return []
         context = self._contexts.get(node.node)
@@ -304,23 +304,23 @@ class NgramRequest:
         return self._predictor.predict(self.trie, context, self.local)
 
     def match_length(self, node: int) -> int:
-        """Tokens of an expanded node's context that occurred before."""
+        """Return how many of the last tokens of an expanded node's context occurred before."""
         return self._contexts[node].match_length
 
     def remember(self, node: FrontierNode, chances: Chances) -> None:
-        """Keep what was guessed after a node until a commit shows what was right."""
+        """Keep the guesses after a node until a commit shows which was right."""
         self._expanded[node.parent, node.token] = node.node
         self._chances[node.node] = chances
 
     def unshared(self, overlap: int) -> list[int]:
-        """Output not handed out before, led by up to `overlap` tokens that were, so that n-grams cross the seam."""
+        """Return output not returned before, led by up to `overlap` earlier tokens, so that n-grams cross the seam."""
         start = max(0, self._num_shared - overlap)
         self._num_shared = len(self._tokens)
         return self._tokens[start:]
 
     @property
     def num_unshared(self) -> int:
-        """Output tokens that `unshared` would hand out."""
+        """Output tokens that `unshared` would return, without the overlap."""
         return len(self._tokens) - self._num_shared
 
     def _advance(self, context: NgramContext, token: int) -> NgramContext:

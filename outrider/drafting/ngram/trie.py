@@ -7,7 +7,7 @@ about one node a token whatever the depth, and only repeated n-grams have inner 
                         ^tail          root -- the -- cat -+- sat (leaf, tail behind it)
                                                            +- ran (leaf)
 
-A context's state is the list of its suffixes' places: `state[k]` is the place of the last k tokens, `state[0]` the
+A context's state lists the places of its suffixes: `state[k]` is the place of the last k tokens, `state[0]` the
 trie's root. A place is an inner node, a position in the text (below a leaf), or None (the suffix is not known).
 """
 
@@ -17,15 +17,15 @@ from collections import OrderedDict
 from collections.abc import Container
 
 _END = -1
-"""Ends a text: no branch runs across it."""
+"""Marks the end of a text: no branch runs across it."""
 _MAX_SURPLUS_EVICTED = 32
 
 
 class TrieNode:
     """An n-gram: the tokens from the root down to here.
 
-    It does not know its parent: in a circle, the tries of requests that ended would wait for Python's collector, which
-    looks at all there is when there are hundreds of megabytes of them.
+    A node does not refer to its parent. With such cycles, the tries of ended requests would wait for Python's garbage
+    collector, until there are hundreds of megabytes of them and it has to look at everything.
     """
 
     __slots__ = ("children", "count", "depth", "tail", "token")
@@ -35,7 +35,7 @@ class TrieNode:
         self.depth = depth
         self.count = 1
         self.tail = tail
-        """Position in the text behind the only occurrence; of use while `children` is None."""
+        """Position in the text behind the only occurrence; used only while `children` is None."""
         self.children: dict[int, TrieNode] | None = None
         """By token, most recently seen last; None for a leaf."""
 
@@ -45,12 +45,12 @@ State = list[Place | None]
 
 
 class Trie:
-    """N-grams of up to `depth` tokens, 2 at least, in at most `capacity` nodes; the least recently seen go first."""
+    """N-grams of up to `depth` tokens, at least 2, in at most `capacity` nodes; the least recently seen go first."""
 
     def __init__(self, capacity: int, depth: int) -> None:
-        """`capacity`: at least four times the depth, as options see to."""
+        """`capacity`: at least four times the depth, which the options check."""
         self.capacity = capacity
-        """May be lowered; the trie shrinks to it as it is extended."""
+        """May be lowered; the trie shrinks to the new capacity as text is appended."""
         self.depth = depth
         self.root = TrieNode(_END, 0, 0)
         self.root.children = {}
@@ -60,16 +60,16 @@ class Trie:
         self._open: list[TrieNode] = [self.root]  # suffixes of the text seen before, longest first
 
     def __len__(self) -> int:
-        """Nodes held, the root not counted."""
+        """Number of nodes without the root."""
         return len(self._nodes)
 
     @property
     def size(self) -> int:
-        """What counts for a capacity: nodes, or half the tokens of text where that is more, as where text repeats."""
+        """Size to compare with a capacity: nodes, or half the text's tokens if that is more, as where text repeats."""
         return max(len(self._nodes), len(self._text) // 2)
 
     def append(self, token: int) -> None:
-        """Extend the text by a token: every suffix known before grows by it. O(longest suffix seen before)."""
+        """Extend the text, and every suffix that was known before, by a token. O(longest suffix seen before)."""
         self._text.append(token)
         position = self._text_start + len(self._text)
         still_open = []
@@ -96,23 +96,23 @@ class Trie:
             self._forget_text()
 
     def end_text(self) -> None:
-        """What is appended next does not follow what came before."""
+        """End the text: tokens appended next do not follow those from before."""
         self._text.append(_END)
         self._open = [self.root]
 
     def context(self) -> State:
-        """State of the text appended since the last end: its suffixes that occurred before."""
+        """Return the state of the text since its last end: those of its suffixes that occurred before."""
         state: State = [None] * (self._open[0].depth + 1)
         for node in self._open:
             state[node.depth] = node
         return state[: self.depth]
 
     def start(self) -> State:
-        """State of the empty context."""
+        """Return the state of the empty context."""
         return [self.root]
 
     def step(self, state: State, token: int) -> State:
-        """State of the context followed by `token`. The trie stays as it is."""
+        """Return the state of the context followed by `token`, without changing the trie."""
         text, start = self._text, self._text_start
         end = start + len(text)
         stepped: State = [self.root]
@@ -133,7 +133,7 @@ class Trie:
         return stepped
 
     def followers(self, place: Place, limit: int, known: Container[int] = ()) -> list[tuple[int, int]]:
-        """Tokens that followed the n-gram and how often: the latest `limit` that are not `known`, latest first."""
+        """Return the latest `limit` tokens that followed the n-gram and are not `known`, with counts; latest first."""
         if type(place) is int:
             index = place - self._text_start
             if 0 <= index < len(self._text):
@@ -148,7 +148,7 @@ class Trie:
         return found[:limit]
 
     def _spell_out(self, leaf: TrieNode) -> None:
-        """Turn a leaf into an inner node whose one child is the token behind its first occurrence."""
+        """Turn a leaf into an inner node, whose only child is the token behind the first occurrence."""
         leaf.children = {}
         index = leaf.tail - self._text_start
         if 0 <= index < len(self._text) and self._text[index] != _END:
@@ -160,7 +160,7 @@ class Trie:
 
     def _evict(self) -> None:
         nodes, in_use = self._nodes, self._open
-        # A token adds two nodes a level at most; a lowered capacity is reached by and by, without a long pause.
+        # A token adds at most two nodes a level. A lowered capacity is reached step by step, without a long pause.
         for _ in range(min(len(nodes) - self.capacity, 2 * self.depth + _MAX_SURPLUS_EVICTED)):
             oldest = next(iter(nodes))
             while oldest.children:  # what lies below was seen at most `depth` tokens later
@@ -173,7 +173,7 @@ class Trie:
                 del siblings[oldest.token]
 
     def _forget_text(self) -> None:
-        """Keep as many tokens of text as the trie may have nodes; leaves further back end where they are."""
+        """Keep as many tokens of text as the trie may have nodes; leaves that point further back end there."""
         surplus = len(self._text) - self.capacity
         del self._text[:surplus]
         self._text_start += surplus
