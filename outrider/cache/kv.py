@@ -1,4 +1,4 @@
-"""Stores on the device, slot by slot: keys and values of all layers, and beside them the target's features."""
+"""Stores on the device with one entry per slot: keys and values of all layers, and the target's features."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from outrider.tree.handshake import PROJECTED, Projection
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take memory only when a slot is first written: torch.zeros writes them all at once.
+    """Return zeros. On a CPU they take memory only when a slot is first written: torch.zeros writes all at once.
 
-    They must be zeros: what a mask hides is multiplied by 0, and 0 times a stray NaN is NaN.
+    The memory must be zero: masked values are multiplied by 0, and 0 times a stray NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -27,7 +27,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class KVCache:
-    """k and v of every layer: [num_layers, num_slots, num_kv_heads, head_dim]. Who owns a slot is kept elsewhere."""
+    """k and v of every layer: [num_layers, num_slots, num_kv_heads, head_dim]. Does not know who owns a slot."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Memory of one slot over all layers, k and v together."""
+        """Return the bytes of one slot over all layers, k and v together."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -55,23 +55,23 @@ class KVCache:
         self.v_layers[layer].index_copy_(0, slots, v)
 
     def clear(self, slots: Tensor) -> None:
-        """Zeros at int64 slots [N] of all layers."""
+        """Set int64 slots [N] of all layers to zero."""
         for cache in (self.k, self.v):
             cache.index_fill_(1, slots, 0)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy slots [N] to slots [N] in all layers at once, as if all were read before any is written.
 
-        So the two may overlap in any order (compaction after a commit); destinations must differ.
+        So sources and destinations may overlap in any order (compaction after a commit); destinations must differ.
         """
         for cache in (self.k, self.v):
-            # index_select copies out first: that is what makes overlap safe.
+            # index_select copies out first, which makes overlap safe.
             cache.index_copy_(1, dst_slots, cache.index_select(1, src_slots))
 
     def move_pairs(self, moves: Tensor) -> None:
-        """Copy slots by int32 pairs [N, 2] of source and target on the device, in one launch; skips negative ones.
+        """Copy slots by int32 pairs [N, 2] of source and destination, on the device in one launch; skip negative ones.
 
-        No slot may be the target of two pairs, nor the source of one and the target of another.
+        No slot may be the destination of two pairs, nor the source of one and the destination of another.
         """
         move(self.k, self.v, moves)
 
@@ -80,7 +80,7 @@ class KVCache:
     ) -> None:
         """Move the KV of accepted nodes behind their root, in all layers, as a round's last work on the device.
 
-        `accepted` [B, D] names the tokens of the round that were accepted, `num_tokens` [B] is one more than how many.
+        `accepted` [B, D] has the accepted tokens' places in the round; `num_tokens` [B] is their number plus one.
         """
         compact(self.k, self.v, tokens, page_tables, accepted, num_tokens, page_size)
 
@@ -88,9 +88,9 @@ class KVCache:
 class FeatureStore:
     """Hidden states for every KV slot, [num_slots, width] in the model's dtype.
 
-    A row has the states of `layers` one behind the other, and behind them, if there is a projection, the product of the
-    states of its layers with it. It lies in two halves, [2, num_slots + 1, width / 2], as keys and values do, so that
-    what compacts those compacts it too. The last slot takes what belongs to no token.
+    A row has the states of `layers` one behind the other. If there is a projection, its product with the states of its
+    own layers follows. Rows lie in two halves, [2, num_slots + 1, width / 2], like keys and values, so that the same
+    code compacts both. The last slot takes what belongs to no token.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class FeatureStore:
         device: torch.device,
         projection: Projection | None = None,
     ) -> None:
-        """Raises torch.OutOfMemoryError where there is no room, ValueError for a row of an odd width."""
+        """Raises torch.OutOfMemoryError if there is no room, ValueError if a row has an odd width."""
         self.layers = tuple(layers)
         self.parts = self.layers if projection is None else (*self.layers, PROJECTED)
         """Parts of a row, in order."""
         self._factors = () if projection is None else projection.layers
         self.inputs = tuple(sorted({*self.layers, *self._factors}))
-        """Layers whose states `write` takes, in this order."""
+        """Layers whose states `write` takes, in order."""
         self._product = None if projection is None else _load(projection, hidden_size, dtype, device)
         self._sizes = [hidden_size] * len(self.layers) + ([] if projection is None else [projection.num_columns])
         self.width = sum(self._sizes)
@@ -119,13 +119,13 @@ class FeatureStore:
         self.dtype, self.device = dtype, self._halves.device
 
     def size_of(self, parts: Sequence[int]) -> int:
-        """Values that these parts of a row have."""
+        """Return how many values these parts of a row have."""
         return sum(self._sizes[self.parts.index(part)] for part in parts)
 
     def write(self, slots: Tensor, features: Sequence[Tensor]) -> None:
-        """Store rows [M, hidden_size] of each of `inputs` at slots [M], which must differ where they are not negative.
+        """Store rows [M, hidden_size] of each of `inputs` at slots [M]. May be captured.
 
-        Rows of negative slots are padding. May be captured.
+        Rows of negative slots are padding; all other slots must differ.
         """
         places = torch.where(slots < 0, self.num_slots, slots).long()
         rows = self._rows(features).view(-1, 2, self.width // 2)
@@ -157,7 +157,7 @@ class FeatureStore:
             start += values.shape[1]
 
     def _rows(self, features: Sequence[Tensor]) -> Tensor:
-        """Whole rows [M, width]."""
+        """Return whole rows [M, width]."""
         given = dict(zip(self.inputs, features, strict=True))
         parts = [given[layer] for layer in self.layers]
         if self._product is not None:
@@ -166,7 +166,7 @@ class FeatureStore:
 
 
 def _load(projection: Projection, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Linear:
-    """The product with a projection, in the model's dtype."""
+    """Return the product with a projection, in the model's dtype."""
     product = Linear(len(projection.layers) * hidden_size, projection.num_columns, False, dtype, device)
     given = torch.frombuffer(bytearray(projection.data), dtype=DTYPES[projection.dtype])
     product.weight.copy_(given.view(product.weight.shape))

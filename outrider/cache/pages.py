@@ -1,4 +1,4 @@
-"""KV memory in pages of equal size, and prefixes that stay there after their requests, found again by their tokens."""
+"""KV memory in pages of equal size, and a cache that keeps prefixes after their requests and finds them by tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 class PagePool:
     """Hands out page numbers 0..num_pages-1. Page p covers slots p * page_size .. (p + 1) * page_size - 1.
 
-    A page has one reference for each owner: requests whose page table names it, and the radix cache.
+    A page has one reference for each owner: each request whose page table names the page, and the radix cache.
 
         free        refs 0    in the free list
         private     refs 1    one request writes to it
@@ -26,12 +26,12 @@ class PagePool:
             raise ValueError(f"a pool needs pages, got {num_pages} pages of {page_size} slots")
         self.num_pages = num_pages
         self.page_size = page_size
-        # A stack: the page freed last is handed out first, while its lines may still be in the CPU's cache.
-        # It starts in descending order, so a fresh pool gives 0, 1, 2, ... and page tables are contiguous.
+        # A stack: the page freed last is handed out first, while its lines may still be in the CPU's cache. The stack
+        # starts in descending order, so a fresh pool gives 0, 1, 2, ... and page tables are contiguous.
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self.observer: EvictableCount | None = None
-        """Follows which pages have one owner alone."""
+        """Told when a page gets a second owner, and when it has only one left."""
 
     @property
     def num_free(self) -> int:
@@ -39,7 +39,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """`num_pages` pages with one reference each, or None and no change when there are not so many."""
+        """Return `num_pages` pages with one reference each; None, and no change, if fewer are free."""
         if num_pages > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(num_pages)]
@@ -58,7 +58,7 @@ class PagePool:
                 self.observer.shared(page)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page. Raises ValueError, and changes nothing, on a reference that is not held."""
+        """Drop one reference of each page. Raises ValueError, and changes nothing, if a reference is not held."""
         pages = list(pages)
         for page, needed in Counter(pages).items():
             self._check_owned(page, needed)
@@ -70,7 +70,7 @@ class PagePool:
                 self.observer.unshared(page)
 
     def num_refs(self, page: int) -> int:
-        """Owners of a page; 0 means free."""
+        """Return the number of a page's owners; 0 means free."""
         return self._refs[page]
 
     def _check_owned(self, page: int, needed: int) -> None:
@@ -81,7 +81,7 @@ class PagePool:
 
 
 def page_slots(pages: Sequence[int] | NDArray[np.int32], page_size: int, start: int, end: int) -> NDArray[np.int32]:
-    """KV slots of positions start .. end - 1 of a request whose page table is `pages`, int32 [end - start]."""
+    """Return the KV slots of positions start .. end - 1 under page table `pages`, int32 [end - start]."""
     first = start // page_size
     used = np.array(pages[first : (end - 1) // page_size + 1], np.int32)
     slots: NDArray[np.int32] = np.add.outer(used * page_size, np.arange(page_size, dtype=np.int32)).reshape(-1)
@@ -90,10 +90,10 @@ def page_slots(pages: Sequence[int] | NDArray[np.int32], page_size: int, start: 
 
 
 class EvictableCount:
-    """Counts the pages of a tree that no request uses, nor any page below them; updated as pages get and lose owners.
+    """Counts the pages of a tree that can be evicted: no request uses them or any page below them.
 
-    A page is blocked by its own use and by each blocked page that follows it, so a change ends at the first page above
-    that stays as it was.
+    A page is blocked by its own use, and by each blocked page that directly follows it. An update goes up until it
+    reaches a page that stays as it was.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -102,11 +102,11 @@ class EvictableCount:
         self._parents: dict[int, int | None] = {}
         """The page before each page of the tree; None for the first of a sequence."""
         self._blocks: dict[int, int] = {}
-        """What blocks each page of the tree: its own use counts 1, each blocked page behind it 1."""
+        """How many things block each page of the tree: its own use, and each blocked page directly behind it."""
         pool.observer = self
 
     def add(self, pages: Sequence[int], parent: int | None) -> None:
-        """The tree took a run of pages behind `parent`."""
+        """Add a run of pages that the tree took behind `parent`."""
         for page in pages:
             self._parents[page], self._blocks[page] = parent, 0
             self.value += 1
@@ -115,17 +115,17 @@ class EvictableCount:
             parent = page
 
     def remove(self, pages: Sequence[int]) -> None:
-        """The tree gives up pages that are not blocked."""
+        """Remove pages that the tree gives up, which must not be blocked."""
         for page in pages:
             del self._parents[page], self._blocks[page]
         self.value -= len(pages)
 
     def is_blocked(self, page: int) -> bool:
-        """Whether a page of the tree is not among those counted."""
+        """Whether a page of the tree is blocked, and so not counted."""
         return self._blocks[page] > 0
 
     def shared(self, page: int) -> None:
-        """A page got a second owner."""
+        """Update for a page that got a second owner."""
         above: int | None = page if page in self._blocks else None
         while above is not None:
             self._blocks[above] += 1
@@ -135,7 +135,7 @@ class EvictableCount:
             above = self._parents[above]
 
     def unshared(self, page: int) -> None:
-        """A page has one owner left."""
+        """Update for a page that has one owner left."""
         above: int | None = page if page in self._blocks else None
         while above is not None:
             self._blocks[above] -= 1
@@ -146,12 +146,12 @@ class EvictableCount:
 
 
 Chunk = tuple[int | str, ...]
-"""A page's tokens. A prefix's first one begins with the tenant's name, so that tenants share no page."""
+"""A page's tokens. The first chunk of a prefix begins with the tenant's name, so that tenants share no page."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A run of full pages; children are keyed by their first page's tokens, so siblings differ in their first page."""
+    """A run of full pages. Children are keyed by their first page's tokens, so siblings differ in their first page."""
 
     parent: _Node | None
     chunks: list[Chunk]
@@ -168,9 +168,9 @@ class RadixCache:
         the tree itself        1, from `insert` until `evict`
         each request using it  1, from `match` (or its own `allocate`) until it calls `pool.release`
 
-    so a page with exactly one reference is used by no request and may be evicted, once everything below it is gone. A
-    page that is used can hang below one that is not: its request computed the same prefix in pages of its own before
-    it was inserted. Such a prefix stays.
+    So a page with exactly one reference is used by no request and may be evicted once everything below it is gone. A
+    used page can hang below an unused one, if its request had computed that prefix in pages of its own before it
+    inserted them. The unused page then stays.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -182,9 +182,9 @@ class RadixCache:
         self.num_pages = 0
 
     def match(self, token_ids: Sequence[int], max_length: int | None = None, *, tenant: str = "") -> list[int]:
-        """Pages of the longest prefix known of the tenant, at most `max_length` tokens long.
+        """Return the pages of the tenant's longest known prefix, at most `max_length` tokens long.
 
-        Only full pages match. The caller gets one reference on each page and releases it. Pass len(prompt) - 1 as
+        Only full pages match. The caller gets one reference on each page, and must release it. Pass len(prompt) - 1 as
         `max_length`, since the last prompt token must be computed for its logits; None means no bound.
         """
         pages = self._find(token_ids, max_length, tenant)
@@ -192,24 +192,24 @@ class RadixCache:
         return pages
 
     def num_held(self, token_ids: Sequence[int], max_length: int | None = None, *, tenant: str = "") -> int:
-        """How many of the pages that `match` would give are neither free nor evictable now, as others use them.
+        """Return how many of the pages that `match` would give are in use or have pages in use below them.
 
-        It marks the way as just used.
+        Marks the path as just used.
         """
         return sum(map(self._evictable.is_blocked, self._find(token_ids, max_length, tenant)))
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], *, tenant: str = "", extends: bool = False) -> int:
         """Keep the full pages of a tenant's `token_ids`, whose KV lies in `pages`, page by page.
 
-        The tree takes a reference of its own on every page that is new to it. Where it already has the same tokens in
-        another page it keeps that one, and the caller's copy stays the caller's alone. Either way the caller keeps its
-        own references and releases them as ever.
+        The tree takes its own reference on every page that is new to it. If it already has the same tokens in another
+        page, it keeps that one and does not take the caller's copy. Either way the caller keeps its own references and
+        must release them.
 
-        `extends`: take nothing behind such a page of another number, which would have to stay while the caller uses
-        those behind it.
+        `extends`: take no pages behind a page where the tree keeps its own copy, which would have to stay while the
+        caller uses the pages behind it.
 
         Returns:
-            The number of pages that the tree took.
+            Number of pages that the tree took.
 
         Raises ValueError: fewer pages than full pages of tokens.
         """
@@ -244,7 +244,7 @@ class RadixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget everything. Pages that requests use stay theirs."""
+        """Forget everything. Requests keep the pages that they use."""
         self._evictable = EvictableCount(self._pool)
         for node in self._nodes():
             self._pool.release(node.pages)
@@ -252,11 +252,11 @@ class RadixCache:
         self.num_pages = 0
 
     def num_evictable(self) -> int:
-        """Pages that `evict` could free now."""
+        """Return the number of pages that `evict` could free now."""
         return self._evictable.value
 
     def _find(self, token_ids: Sequence[int], max_length: int | None, tenant: str) -> list[int]:
-        """Pages of the longest prefix known of the tenant, at most `max_length` tokens long."""
+        """Return the pages of the tenant's longest known prefix, at most `max_length` tokens long."""
         limit = len(token_ids) if max_length is None else min(max_length, len(token_ids))
         node, _ = self._walk(self._chunks(token_ids, max(limit, 0), tenant))
         pages: list[int] = []
@@ -266,10 +266,10 @@ class RadixCache:
         return pages
 
     def _walk(self, chunks: list[Chunk]) -> tuple[_Node, int]:
-        """Follow `chunks` as far as the tree knows them, marking the way as just used.
+        """Follow `chunks` as far as the tree knows them, marking the path as just used.
 
         Returns:
-            The node that ends exactly there, split off if the way ended inside one, and the number of chunks found.
+            The node that ends exactly there, split off if the path ended inside a node, and the number of chunks found.
         """
         self._clock += 1
         node, found = self._root, 0
@@ -281,7 +281,7 @@ class RadixCache:
         return node, found
 
     def _trim(self, leaf: _Node, num_pages: int) -> int:
-        """Give up to `num_pages` unused pages from the leaf's end back to the pool; an emptied leaf is unlinked."""
+        """Release up to `num_pages` unused pages from the leaf's end, and unlink the leaf if it is empty then."""
         key, keep = leaf.chunks[0], len(leaf.pages)
         least = max(keep - num_pages, 0)
         while keep > least and self._pool.num_refs(leaf.pages[keep - 1]) == 1:
@@ -296,7 +296,7 @@ class RadixCache:
         return len(gone)
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Cut a node after `length` pages; returns the new upper part, which takes the node's place."""
+        """Split a node after `length` pages; returns the new upper part, which takes the node's place."""
         parent = node.parent if node.parent is not None else self._root
         upper = _Node(parent, node.chunks[:length], node.pages[:length])
         upper.last_used = node.last_used
@@ -321,7 +321,7 @@ class RadixCache:
 
 
 def _common(ours: list[Chunk], theirs: list[Chunk], start: int) -> int:
-    """How many of `ours` equal `theirs` from `start` on."""
+    """Return how many leading chunks of `ours` equal those of `theirs` from `start` on."""
     length = 0
     while length < len(ours) and start + length < len(theirs) and ours[length] == theirs[start + length]:
         length += 1

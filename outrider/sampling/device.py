@@ -1,4 +1,4 @@
-"""Sampling for all requests of a round on the GPU: parameters and histories in tables, one row a request."""
+"""Sampling for all requests of a round on the GPU: parameters and histories in tables, one row per request."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ __all__ = ["DeviceSampler", "LogprobOutputs", "failure", "read_logprobs"]
 
 
 def failure(error: int) -> InternalError:
-    """What a row's `error` of `DeviceSampler.commit`, not 0, means. Such a row commits nothing."""
+    """Return the error for a row's nonzero `error` of `DeviceSampler.commit`. Such a row commits nothing."""
     if error == ILLEGAL_TOKEN:
         return InternalError("sampling gave a token outside the vocabulary", code="illegal_token")
     return InternalError("the model's logits are unusable", code="unusable_logits")
 
 
 class DeviceSampler:
-    """Tables of `num_rows` requests, and what samples from them. See docs/sampling.md for what is computed."""
+    """Samples for the requests in its tables. docs/sampling.md says what is computed."""
 
     def __init__(
         self, num_rows: int, max_tokens: int, max_depth: int, vocab_size: int, device: torch.device, rule: AcceptRule
     ) -> None:
-        """`num_rows` requests in the tables, `max_tokens` tokens in a round, `max_depth` committed ones a request."""
+        """Most requests in the tables, tokens in a round, and tokens that a round commits to a request."""
         self._vocab_size = vocab_size
         self._rule = rule
         self._tables = SamplingTables(
@@ -73,7 +73,7 @@ class DeviceSampler:
     ) -> None:
         """Give a row to a request whose committed tokens are `tokens`.
 
-        `masked`: it has masks (`set_masks`) in every round, with a grammar in any case.
+        `masked`: the request has masks (`set_masks`) in every round; always so with a grammar.
         """
         flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
         flags += MASKED * (masked or params.grammar is not None) + GOES_ON * (end.min_tokens > 0)
@@ -100,10 +100,11 @@ class DeviceSampler:
         return self._tables.int_params
 
     def set_masks(self, runs: Sequence[tuple[int, Sequence[NDArray[np.int32]]]]) -> None:
-        """Masks of a round's tokens, for requests that have some: runs of rows, each with its first token, in order.
+        """Set the masks of a round's tokens, for requests that have some.
 
-        A mask is int32 [ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed. One copy, queued before
-        the round; the last round must be over. What other requests' rows hold does not matter.
+        `runs`: in order, the index of a run's first token in the round, and the masks of the run's tokens. A mask is
+        int32 [ceil(V / 32)]; bit v % 32 of word v // 32 is set where token v is allowed. Queues one copy ahead of the
+        round; the last round must be over. Rows of requests without masks may hold anything.
         """
         if not runs:
             return
@@ -125,8 +126,8 @@ class DeviceSampler:
     ) -> None:
         """Sample at every token of a round and walk its trees, on the device.
 
-        Writes, for B rows, what is committed: `num_tokens` [B], `committed` [B, D], the accepted nodes' places in the
-        round `accepted` [B, D], and `error` [B], not 0 where a row failed, see `failure`. All int32.
+        Writes for B rows, all int32: `num_tokens` [B] and `committed` [B, D], the tokens committed; `accepted` [B, D],
+        the accepted nodes' places in the round; `error` [B], not 0 where a row failed, see `failure`.
         """
         out = WalkOutputs(num_tokens, committed, accepted, error)
         size, tables, lossy = self._vocab_size, self._tables, self._rule.lossy
@@ -139,14 +140,14 @@ class DeviceSampler:
         logprobs(logits, size, tokens, tables, out, view)
 
     def note_last(self, tokens: RoundTokens, num_tokens: Tensor, committed: Tensor) -> None:
-        """Enter the last tokens of a round that was sampled elsewhere, as `commit` does; arguments as there."""
+        """Note the last tokens of a round that was sampled elsewhere, as `commit` does; arguments are the same."""
         rows = tokens.table_rows.long()
         last = committed.gather(1, (num_tokens - 1).clamp(min=0).long()[:, None])[:, 0]
         before = self._tables.int_params[rows, LAST_TOKEN]
         self._tables.int_params[rows, LAST_TOKEN] = torch.where(num_tokens > 0, last, before)
 
     def copy_logprobs(self, num_rows: int) -> LogprobOutputs:
-        """Queue a copy to the host of those of the round that was queued last: later ones write to the same memory."""
+        """Queue a copy to the host of the last queued round's logprobs: later rounds write to the same memory."""
         listed = self._logprobs
         parts = (listed.logprobs, listed.top_ids, listed.top_logprobs)
         return LogprobOutputs(*(part[:num_rows].to("cpu", non_blocking=True, copy=True) for part in parts))
@@ -160,7 +161,7 @@ class DeviceSampler:
 
 
 def read_logprobs(listed: LogprobOutputs, row: int, token_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprobs]:
-    """Those of the tokens that a row committed in a round, from a copy that is done."""
+    """Return the logprobs of the tokens that a row committed in a round, from a finished copy."""
     count = len(token_ids)
     own = listed.logprobs[row, :count].tolist()
     ids = listed.top_ids[row, :count, :num_logprobs].tolist()

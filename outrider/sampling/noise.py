@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 NOISE_VERSION = 1
-"""Both sides must agree on it in the handshake; it changes when any value of `gumbel` does."""
+"""Version of the noise, on which both sides must agree in the handshake; changes when any value of `gumbel` does."""
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _LANES = 64
-# Where a uint64 array seen as uint32 has its low and high halves.
+# Places of the low and high halves when a uint64 array is viewed as uint32.
 _LOW = slice(0 if sys.byteorder == "little" else 1, None, 2)
 _HIGH = slice(1 if sys.byteorder == "little" else 0, None, 2)
 
@@ -40,11 +40,11 @@ def gumbel(
     token_ids: NDArray[np.integer] | None = None,
     vocab_size: int = 0,
 ) -> NDArray[np.float32]:
-    """Noise of the tokens at `position`: float32 [vocab_size], or [len(token_ids)] if `token_ids` [K] are given.
+    """Return the noise of the tokens at `position`: float32 [vocab_size], or [K] if `token_ids` [K] are given.
 
-    A subset equals the same entries of the full row bitwise. With `token_ids`, `position` may be an array [K] too:
-    one call then serves many nodes. Values are finite. The seed has 64 unsigned bits; a choice index, position and
-    token id have 32.
+    A subset equals the same entries of the full row bitwise. With `token_ids`, `position` may be an array [K] too, so
+    that one call serves many nodes. Values are finite. The seed has 64 unsigned bits; choice index, position and token
+    id have 32.
     """
     if token_ids is None:
         words = philox(np.arange(-(-vocab_size // 4), dtype=np.uint64), position, choice_index, 0, seed)
@@ -57,14 +57,14 @@ def gumbel(
 def philox(
     counter0: NDArray[np.uint64], counter1: int | NDArray[np.integer], counter2: int, counter3: int, key: int
 ) -> NDArray[np.uint32]:
-    """Philox 4x32-10 of N counters, given as `counter0` [N] and words shared by all or [N] too: uint32 [N, 4].
+    """Return Philox 4x32-10 of N counters, uint32 [N, 4].
 
-    All counter words must be below 2^32 and the key below 2^64.
+    `counter0` is [N], `counter1` [N] or one for all. All counter words must be below 2^32, and the key below 2^64.
     """
     size = len(counter0)
     even, odd = counter0.copy(), np.full(size, counter2, np.uint64)
-    # Of each product the high half joins the next state at once and the low half one round later. Reading the halves
-    # as strided uint32 saves the shifts and masks, which would be half of all work.
+    # The high half of each product joins the next state at once, the low half one round later. Reading the halves as
+    # strided uint32 saves the shifts and masks, which would be half of all work.
     low1, low3 = np.empty(size, np.uint64), np.full(size, counter3, np.uint64)
     low1[:] = counter1
     product0, product1 = np.empty(size, np.uint64), np.empty(size, np.uint64)
@@ -84,10 +84,10 @@ def philox(
 
 
 def gumbel_of_words(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """The noise of random words: uint32 [N] to float32 [N], finite for all of them, each by its own word alone."""
+    """Return the noise float32 [N] of random words uint32 [N]: finite, and each value depends on its own word alone."""
     size = len(words)
-    # Numpy may finish an array that is no multiple of its SIMD width with other code than it began with. Padding
-    # keeps every real entry in the SIMD body, so that an entry's value never depends on where it lies.
+    # If an array is no multiple of its SIMD width, numpy may use other code for its end. Padding keeps every real entry
+    # in the SIMD body, so that an entry's value never depends on its place.
     values = np.full(-(-size // _LANES) * _LANES, 0.5)
     np.subtract(2.0**32 - 0.5, words, out=values[:size])
     values *= 2.0**-32

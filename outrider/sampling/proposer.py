@@ -1,4 +1,4 @@
-"""Candidates of draft models, the best children of draft nodes, on a device and on a CPU."""
+"""Finds the candidates of draft models, which are the best children of draft nodes, on a device or on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.device import put
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 
-# Lower temperatures above 0 count as this, so that what `columns` gives keeps clear of the kernels' own bound.
+# Lower temperatures above 0 count as this, so that the results of `columns` stay clear of the kernels' own bound.
 _MIN_TEMPERATURE = 1e-5
 
 
@@ -26,25 +26,26 @@ _MIN_TEMPERATURE = 1e-5
 class EdgeScale:
     """Edge scores are log softmax(log_q * logit + noise * T * G), at temperature 0 log softmax(log_q * logit).
 
-    The target takes the largest logit / T + G. A drafter's logits are off by as much at any temperature, so those over
-    T are off by 1/T as much, and the noise of a low temperature says little. Where there is none, the chance that a
-    token is the target's likeliest is not the chance that it is drawn: a drafter that would draw its first token with
-    0.65 is right in 0.85 of such places. Both factors are above 0.
+    The target takes the largest logit / T + G. The error of a drafter's logits does not depend on the temperature, so
+    the error of logit / T grows with 1/T, and at a low temperature the noise says little. Without noise, the chance
+    that a token is the target's likeliest is not the chance that it is drawn: where a drafter would draw its first
+    token with 0.65, that token is right in 0.85 of cases. Both factors are above 0.
 
     Attributes:
-        log_q: above `noise` for models that learned from the target's own distributions: theirs are means over what
-            they do not see, flatter than any of them.
-        noise: together with `log_q`, how far off the logits are: at temperature 1 both are 1 / tau if their errors are
-            Gumbel variates of scale tau.
+        log_q: above `noise` for models that learned from the target's own distributions: such a model gives means over
+            what it does not see, which are flatter than each distribution.
+        noise: together with `log_q`, how exact the logits are: at temperature 1 both are 1 / tau if the logits' errors
+            are Gumbel variates of scale tau.
     """
 
     log_q: float = 1.25
     noise: float = 1.25
 
     def columns(self, temperature: float, rank_by_noise: bool) -> tuple[float, float, bool]:
-        """(divisor, tau, whether noise is added): ranks are (logit / divisor + G) / tau, or logit / divisor without it.
+        """Return (divisor, tau, whether noise is added).
 
-        Without `rank_by_noise` logits are divided by the temperature alone.
+        Ranks are (logit / divisor + G) / tau with noise, and logit / divisor without. Without `rank_by_noise`, logits
+        are divided by the temperature alone.
         """
         if not temperature > 0:
             return 1 / self.log_q, 1.0, False
@@ -56,13 +57,13 @@ class EdgeScale:
 
 
 PLAIN_SCALE = EdgeScale()
-# Fitted for the EAGLE-3 head of SmolLM2-135M-Instruct on text of prompts that nothing is measured on
-# (benchmarks/notes/training.md); little else comes of depths up to 8 and of temperatures from 0.5 to 1.
+# Fitted for the EAGLE-3 head of SmolLM2-135M-Instruct, on text of prompts that no measurement uses
+# (benchmarks/notes/training.md); depths up to 8 and temperatures from 0.5 to 1 give nearly the same.
 HEAD_SCALE = EdgeScale(log_q=1.26, noise=1.05)
 
 
 class Proposer:
-    """The k best children of draft nodes, ranked with the noise that their requests are sampled by."""
+    """Finds the k best children of draft nodes, ranked with the noise that their requests are sampled with."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Proposer:
         rank_by_noise: bool = True,
         scale: EdgeScale = PLAIN_SCALE,
     ) -> None:
-        """`vocab_size` is the draft's; `vocab_limit` bounds the target's ids, into which int32 `target_ids` map."""
+        """`vocab_size` is the draft's; int32 `target_ids` map its ids to the target's, which `vocab_limit` bounds."""
         self._tables = ProposeTables.new(num_rows, device)
         self._buffers = ProposeBuffers.new(max_tokens, vocab_size, device)
         self._vocab_limit = vocab_limit
@@ -94,8 +95,8 @@ class Proposer:
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, scores: Tensor) -> None:
         """Write int32 `tokens` [M, k] and float32 edge `scores` [M, k] of nodes with `logits` [M, vocab_size].
 
-        `rows` int32 [M] are the nodes' rows, negative for padding; `positions` int32 [M] those of their own tokens. May
-        be captured.
+        `rows` int32 [M] are the nodes' rows, negative for padding; `positions` int32 [M] are the positions of the
+        nodes' own tokens. May be captured.
         """
         propose(
             logits,
@@ -110,12 +111,12 @@ class Proposer:
         )
 
 
-# Looked at beside the best k, so that equals are told apart by their place.
+# Values to look at beyond the best k, so that equal ones at the border are chosen by their place.
 _SPARE = 8
 
 
 class HostProposer:
-    """What `Proposer` computes, with a few passes over the vocabulary. Parameters lie in host memory."""
+    """Computes what `Proposer` does on a CPU, in a few passes over the vocabulary. Parameters lie in host memory."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class HostProposer:
         rank_by_noise: bool = True,
         scale: EdgeScale = PLAIN_SCALE,
     ) -> None:
-        """See Proposer; 49152 tokens with noise take 1.5 ms a node on one Zen 4 core, and 0.2 ms without."""
+        """See Proposer. For 49152 tokens, a node takes 1.5 ms with noise on one Zen 4 core, and 0.2 ms without."""
         self._ids = torch.arange(vocab_size, dtype=torch.int32) if target_ids is None else target_ids
         self._mapped = None if target_ids is None else target_ids.clamp(min=0).numpy()
         self._id_end = int(self._ids.max()) + 1 if vocab_size else 0
@@ -142,7 +143,7 @@ class HostProposer:
         self._params[row] = params
 
     def ranking(self, rows: Sequence[int], best: int) -> Ranking | None:
-        """What a step of a draft head finds these rows' `best` candidates by; None where their ranks need more."""
+        """Return how a draft head's step ranks these rows' `best` candidates; None if a divisor alone does not do."""
         columns = [self._scale.columns(self._params[row].temperature, self._rank_by_noise) for row in rows]
         if self._illegal is not None or any(noisy for _, _, noisy in columns):
             return None
@@ -164,7 +165,7 @@ class HostProposer:
             scores.masked_fill_(absent, -torch.inf)
             return
         best = logits.topk(min(count + _SPARE, logits.shape[1]))
-        # Equal values in order of their places: by place first, then stably by value.
+        # Sort by place first, then stably by value, so that equal values stay in order of their places.
         places = best.indices.sort(1).values
         values, order = logits.gather(1, places).sort(stable=True, dim=1, descending=True)
         values, places = values[:, :count], places.gather(1, order)[:, :count]
@@ -177,7 +178,7 @@ class HostProposer:
         scores[:, :found] = torch.where(there, edges.clamp(max=0.0), -torch.inf)
 
     def _rank(self, logits: Tensor, params: SamplingParams, position: int) -> None:
-        """Make ranks of a node's logits; `position` is its children's."""
+        """Turn a node's logits into ranks in place; `position` is that of the node's children."""
         divisor, tau, noisy = self._scale.columns(params.temperature, self._rank_by_noise)
         ranks = logits.numpy()
         if divisor != 1.0:

@@ -1,11 +1,11 @@
 """The reference sampler: one request's tokens from the target's logits, on the CPU, by the shared noise or lossily.
 
-Processors make candidates of a row's logits (docs/sampling.md); from these a token is chosen.
+Processors turn a row's logits into candidates (docs/sampling.md), and one of these is chosen.
 
-Lossy acceptance lets draft tokens pass that are likely enough, though the noise chose another one. Off by default. The
-rule looks at the target's own distribution alone (docs/sampling.md): each level of the tree has one coin, shared as the
-noise is; a child passes if the coin is below the accumulated chance of the children so far, divided by one threshold,
-or if its own chance reaches the other. If none passes, one of the other tokens is sampled. Imports no torch.
+Lossy acceptance lets draft tokens pass that are likely enough, though the noise chose another one. It is off by
+default. The rule looks only at the target's own distribution (docs/sampling.md). Each level of the tree has one coin,
+shared like the noise. A child passes if the coin is below the accumulated chance of the children so far, divided by one
+threshold, or if its own chance reaches the other. If none passes, another token is sampled. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class TokenHistory:
     """Prompt and output of one request as dense counts over the vocabulary (5 bytes a vocabulary entry).
 
-    A tree node's own history adds its path; that gives a new array, so nodes never see each other's tokens.
+    A tree node's own history adds its path in a new array, so nodes never see each other's tokens.
     """
 
     def __init__(self, prompt_ids: Sequence[int], vocab_size: int) -> None:
-        """Count a prompt. Ids, here and below, are of the vocabulary."""
+        """Count a prompt. All ids given to this class must be below `vocab_size`."""
         self._in_prompt = np.zeros(vocab_size, np.bool_)
         self._in_prompt[np.asarray(prompt_ids, np.int64)] = True
         self._counts = np.zeros(vocab_size, np.int32)
@@ -45,7 +45,7 @@ class TokenHistory:
         np.add.at(self._counts, np.asarray(token_ids, np.int64), 1)
 
     def counts(self, path: Sequence[int]) -> NDArray[np.int32]:
-        """How often each token occurs in output + path: int32 [vocab_size]. Not to be written to."""
+        """Return how often each token occurs in output + path: int32 [vocab_size]. Not to be written to."""
         if not len(path):
             return self._counts
         counts = self._counts.copy()
@@ -53,7 +53,7 @@ class TokenHistory:
         return counts
 
     def present(self, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which tokens occur in the prompt or in what `counts` counted: bool [vocab_size]."""
+        """Return which tokens occur in the prompt or have a count in `counts`: bool [vocab_size]."""
         return self._in_prompt | (counts > 0)
 
 
@@ -61,9 +61,9 @@ Logits = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
 
 MIN_TEMPERATURE = 1e-6
-"""Temperatures between 0 and this count as this: nearer to 0 the quotient would leave float32."""
+"""Temperatures between 0 and this count as this: nearer to 0 the quotient would overflow float32."""
 
-# Shortlists hold the tokens within so many nats of the likeliest; the last one holds all.
+# Each shortlist holds the tokens within so many nats of the likeliest; a last one holds all.
 _SHORTLIST_NATS = (3.0, 8.0, 16.0)
 
 
@@ -74,11 +74,11 @@ class Candidates:
     token_ids: TokenIds | None
     """Ascending, int64 [N]; None stands for the whole vocabulary."""
     logits: Logits
-    """float32 [N]. Tokens that the mask forbids may be among them, at -inf."""
+    """float32 [N]; -inf for tokens that the mask forbids, which may be among the candidates."""
 
 
 class LogitsProcessor:
-    """The processors of one request. Never writes to the logits it is given."""
+    """The processors of one request. Never writes to the given logits."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -88,21 +88,21 @@ class LogitsProcessor:
     def process(
         self, logits: Logits, history: TokenHistory | None, path: Sequence[int], mask: NDArray[np.bool_] | None = None
     ) -> Candidates:
-        """Candidates of the row `logits` [vocab_size] at the end of `path`.
+        """Return the candidates of the row `logits` [vocab_size] at the end of `path`.
 
         `history` may be None if the request has no penalties. `mask` [vocab_size] is True where a token is allowed.
         Raises InternalError if a logit is NaN or +inf, or if no token is left.
         """
         params = self.params
         _check_top(logits, "the model's logits")
-        # What leaves float32 is refused below; numpy need not warn of it.
+        # Overflow is refused below; numpy need not warn of it.
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._adjusted(logits, history, path, mask)
             if not params.greedy:
                 logits = logits / np.float32(max(params.temperature, MIN_TEMPERATURE))
         _check_top(logits, "the processed logits")
         if params.greedy:
-            # The filters keep the likeliest token of lowest id, whatever they are set to.
+            # Every setting of the filters keeps the likeliest token of lowest id.
             return Candidates(None, logits)
 
         token_ids: TokenIds | None = None
@@ -128,7 +128,7 @@ class LogitsProcessor:
 
 
 def penalize(logits: Logits, params: SamplingParams, history: TokenHistory, path: Sequence[int]) -> Logits:
-    """A copy of `logits` [vocab_size] under the repetition, then frequency, then presence penalty."""
+    """Return a copy of `logits` [vocab_size] after the repetition, then frequency, then presence penalty."""
     logits = logits.copy()
     counts = history.counts(path)
     if params.repetition_penalty != 1.0:
@@ -144,7 +144,10 @@ def penalize(logits: Logits, params: SamplingParams, history: TokenHistory, path
 
 
 def top_k_indices(logits: Logits, k: int) -> TokenIds:
-    """Where the `k` largest entries lie, ascending; of equal ones at the border, the first. All if there are fewer."""
+    """Return the indices of the `k` largest entries, ascending; all if there are fewer.
+
+    Among equal entries at the border the first ones stay.
+    """
     if k >= len(logits):
         return np.arange(len(logits))
     for ids in _shortlists(logits):
@@ -157,9 +160,9 @@ def top_k_indices(logits: Logits, k: int) -> TokenIds:
 
 
 def top_p_indices(logits: Logits, top_p: float) -> TokenIds:
-    """Where the smallest set of likeliest tokens with mass `top_p` or more lies, ascending; never empty.
+    """Return the indices of the smallest set of likeliest tokens with mass `top_p` or more, ascending; never empty.
 
-    The likeliest first, equal ones by place; a token stays if those before it have less mass than `top_p`. Weights
+    In order of likelihood, equal ones by index, a token stays if those before it have less mass than `top_p`. Weights
     and sums are float64.
     """
     weights = np.exp(logits.astype(np.float64) - float(logits.max()))
@@ -167,8 +170,8 @@ def top_p_indices(logits: Logits, top_p: float) -> TokenIds:
     for ids in _shortlists(logits):
         if len(ids) < len(logits) and weights[ids].sum() < target:
             continue
-        # A shortlist is complete above its border, so in order it is the beginning of the whole row in order, and
-        # running sums agree bitwise: if they reach the target here, a full sort would give the same set.
+        # A shortlist has all tokens above its border. So, sorted, it is the beginning of the sorted row, and running
+        # sums agree bitwise: if they reach the target here, a full sort would give the same set.
         order = ids[np.argsort(-logits[ids], kind="stable")]
         mass = np.cumsum(weights[order])
         if mass[-1] >= target:
@@ -177,7 +180,7 @@ def top_p_indices(logits: Logits, top_p: float) -> TokenIds:
 
 
 def min_p_indices(logits: Logits, min_p: float) -> TokenIds:
-    """Where the tokens lie that are at least `min_p` times as likely as the likeliest, ascending; never empty."""
+    """Return the indices of tokens at least `min_p` times as likely as the likeliest, ascending; never empty."""
     distance = logits.astype(np.float64) - float(logits.max())
     return np.flatnonzero(distance >= math.log(min(min_p, 1.0)))
 
@@ -187,7 +190,7 @@ def _narrow(token_ids: TokenIds | None, logits: Logits, kept: TokenIds) -> tuple
 
 
 def _shortlists(logits: Logits) -> Iterator[TokenIds]:
-    """Ever longer lists of places, ascending, each with all entries above some border; the last one has all."""
+    """Yield ever longer lists of ascending indices, each with all entries above some border; the last one has all."""
     top = logits.max()
     for nats in _SHORTLIST_NATS:
         yield np.flatnonzero(logits >= top - np.float32(nats))
@@ -203,15 +206,15 @@ def _check_top(logits: Logits, what: str) -> None:
     raise InternalError(f"{what} {problem}", code="unusable_logits")
 
 
-# Rows of noise kept. A row serves all nodes of one depth, and again in the next round if the root moves little.
+# Rows of noise to keep. A row serves all nodes of one depth, and again in the next round if the root moves little.
 _NOISE_ROWS = 8
 _COIN_COUNTER = 1
-"""Last word of a coin's counter; that of the noise is 0."""
+"""Last word of a coin's counter, which is 0 for the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptRule:
-    """Thresholds of lossy acceptance, above 0 and at most 1. At 1.0 both, sampling is exact and no coin is thrown."""
+    """Thresholds of lossy acceptance, above 0 and at most 1. If both are 1.0, sampling is exact and throws no coin."""
 
     single: float = 1.0
     """A child passes if its own chance is at least this."""
@@ -224,7 +227,7 @@ class AcceptRule:
         return self.single < 1.0 or self.acc < 1.0
 
     def applies_to(self, params: SamplingParams) -> bool:
-        """Whether a request with `params` is sampled by this rule: greedy ones never are."""
+        """Whether a request with `params` is sampled by this rule; greedy requests never are."""
         return self.lossy and not params.greedy
 
 
@@ -234,16 +237,16 @@ EXACT = AcceptRule()
 class RequestSampler:
     """Samples at any tree node of one request.
 
-    The token depends on the row, the history and path, the parameters and the position alone: not on how the node was
-    reached, on what was sampled before, or on what is cached. An error in one call leaves the sampler as it was.
+    The token depends only on the row, the history and path, the parameters and the position: not on how the node was
+    reached, what was sampled before, or what is cached. An error in one call leaves the sampler unchanged.
     """
 
     def __init__(
         self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, end: AnswerEnd = ANY_END
     ) -> None:
-        """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to.
+        """Start at the end of the prompt. Admission has checked that all token ids are in the vocabulary.
 
-        Nothing of the vocabulary's size is made before it samples: where a device does, it never does.
+        Arrays of the vocabulary's size are made only when this samples, which it never does where a device samples.
         """
         self.params = params
         self.vocab_size = vocab_size
@@ -256,7 +259,7 @@ class RequestSampler:
 
     @cached_property
     def _goes_on(self) -> NDArray[np.bool_] | None:
-        """Which tokens let an answer go on, if it has a least length."""
+        """Mask of the tokens that do not end the answer; None if the answer has no minimum length."""
         return ~np.isin(np.arange(self.vocab_size), list(self._end.token_ids)) if self._end.min_tokens else None
 
     @cached_property
@@ -280,13 +283,13 @@ class RequestSampler:
         children: Sequence[int] = (),
         rule: AcceptRule = EXACT,
     ) -> int:
-        """The token at absolute `position`, given the target's logits there.
+        """Return the token at absolute `position`, given the target's logits there.
 
         `logits_row` is float32 [vocab_size] or longer (padding is never sampled) and stays untouched. `path` holds
         the draft tokens from below the root up to the node, none of them committed; at the root it is empty.
         `position` counts from the first prompt token, so the first output token is at len(prompt_ids). `mask`
-        [vocab_size] is True where a grammar, or bad words, allow a token. `children` are the token ids below the node,
-        for a `rule` that lets some of them pass; with the exact one they do not matter.
+        [vocab_size] is True where grammar and bad words allow a token. `children` are the token ids below the node,
+        for a lossy `rule`; the exact rule ignores them.
         Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
         """
         if self._goes_on is not None and position < self._min_length:
@@ -302,10 +305,10 @@ class RequestSampler:
         return best if candidates.token_ids is None else int(candidates.token_ids[best])
 
     def logprobs(self, logits_row: Tensor, token_id: int, k: int) -> tuple[float, list[tuple[int, float]]]:
-        """Log-probability of `token_id`, and the `k` likeliest tokens with theirs, likeliest first.
+        """Return the log-probability of `token_id`, and the `k` likeliest tokens with theirs, likeliest first.
 
-        They are of the raw distribution: softmax of the logits before any processor, summed in float64. Equal logits
-        stand in the order of their ids. Raises InternalError if the logits hold NaN or +inf or are all -inf.
+        The distribution is the raw one: softmax of the logits before any processor, summed in float64. Equal logits
+        are in the order of their ids. Raises InternalError if the logits hold NaN or +inf or are all -inf.
         """
         row = self._row(logits_row)
         top = float(row.max())
@@ -325,7 +328,7 @@ class RequestSampler:
     def _noise_of(self, candidates: Candidates, position: int) -> NDArray[np.float32]:
         params, token_ids = self.params, candidates.token_ids
         row = self._noise.get(position)
-        # A token alone costs as much as four of a row, which share one counter.
+        # A single token costs as much as four of a row, which share one counter.
         if row is None and token_ids is not None and 4 * len(token_ids) < self.vocab_size:
             return gumbel(params.seed, params.choice_index, position, token_ids)
         if row is None:
@@ -337,13 +340,13 @@ class RequestSampler:
 
 
 def coin(seed: int, choice_index: int, position: int) -> float:
-    """The coin thrown for the token at absolute `position`, above 0 and below 1; independent of the noise."""
+    """Return the coin for the token at absolute `position`, above 0 and below 1; independent of the noise."""
     word = philox(np.zeros(1, np.uint64), position, choice_index, _COIN_COUNTER, seed)[0, 0]
     return (int(word) + 0.5) * 2.0**-32
 
 
 def accepted_child(chances: Sequence[float], thrown: float, rule: AcceptRule) -> int | None:
-    """Which child passes, given the target's chance of each in the order of the nodes; None if none does.
+    """Return the index of the child that passes, given the target's chance of each in node order; None if none does.
 
     A child that the processors have ruled out never passes.
     """
@@ -358,10 +361,10 @@ def accepted_child(chances: Sequence[float], thrown: float, rule: AcceptRule) ->
 def choose(
     candidates: Candidates, children: Sequence[int], params: SamplingParams, position: int, rule: AcceptRule
 ) -> int:
-    """The token at absolute `position`, below a node with these `children` (token ids in the order of the nodes).
+    """Return the token at absolute `position`, below a node with these `children` (token ids in node order).
 
     `candidates` are the node's processed logits. If no child passes, their mass is removed and the noise chooses among
-    the rest, so the token is none of them. Without children this is exact sampling.
+    the other tokens. Without children this is exact sampling.
     """
     ids, logits = candidates.token_ids, candidates.logits
     if ids is None:
@@ -377,7 +380,7 @@ def choose(
         return children[index]
     rest = logits.copy()
     rest[places[known]] = -np.inf
-    # Children that hold all mass pass whatever the coin, but for the rounding of their sum.
+    # Children with all the mass pass for any coin, unless their sum is rounded down.
     scores = (logits if np.isneginf(rest).all() else rest) + gumbel(params.seed, params.choice_index, position, ids)
     return int(ids[np.argmax(scores)])
 
@@ -385,10 +388,10 @@ def choose(
 def walk_tree(
     parents: Sequence[int], token_ids: Sequence[int], sample: Callable[[int, Sequence[int], Sequence[int]], int]
 ) -> tuple[list[int], list[int]]:
-    """Walk a tree from its root along sampled tokens: the committed tokens and the accepted nodes.
+    """Walk a tree from its root along sampled tokens; return the committed tokens and the accepted nodes.
 
     Node i hangs below node parents[i], or below the root at -1; parents come first. `sample` is called with a node
-    (-1: the root), the committed tokens up to there, and its children's token ids in the order of the nodes. The walk
+    (-1: the root), the committed tokens up to there, and the node's children as token ids in node order. The walk
     goes on to the child that holds the token, and ends with a token that no child holds.
     """
     children: dict[int, dict[int, int]] = {}

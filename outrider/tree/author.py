@@ -157,8 +157,8 @@ class TreeAuthor:
     def extend(self, parents: list[int], tokens: list[int], scores: list[float], source: int) -> int | None:
         """Append nodes with consecutive ids at once, and return the first id; a parent may be an earlier one of them.
 
-        None, and no change, if `add` would refuse one of the nodes or there is a guide to ask. The caller must make sure
-        that no parent gets two children with the same token.
+        None, and no change, if `add` would refuse one of the nodes or there is a guide to ask. The caller must make
+        sure that no parent gets two children with the same token.
         """
         first, bulk, count = self.next_id, self._bulk, len(tokens)
         late = first - len(bulk.parents)

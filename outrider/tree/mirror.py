@@ -32,9 +32,9 @@ class Observation(NamedTuple):
 class TreeMirror:
     """The tree of one request as verify knows it.
 
-    Each node has a slot: an epoch's root has slot 0, and nodes get the next slots as they come. Following a commit moves
-    `root` down. Nodes that do not hang below it are dead; they are dropped when slots run out, and the others move up.
-    While committed tokens below the root are unresolved, the tree offers no nodes.
+    Each node has a slot: an epoch's root has slot 0, and nodes get the next slots as they come. Following a commit
+    moves `root` down. Nodes that do not hang below it are dead; they are dropped when slots run out, and the others
+    move up. While committed tokens below the root are unresolved, the tree offers no nodes.
 
     Lists rather than arrays: messages bring few nodes and rounds look at few, and a call into numpy takes as long as
     two nodes here.
