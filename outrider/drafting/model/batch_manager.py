@@ -1,4 +1,4 @@
-"""The requests of a burst growth: who has a row, and what is to be done for whom before the next burst."""
+"""The requests of the growth with bursts: their rows, and the work to do for each before the next burst."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 _RUN_PER_CREDIT = 2
-"""Nodes run for each that may be sent: a wide burst also runs some that turn out not to be among the best."""
+"""Nodes that may be run for each node that may be sent: a wide burst also runs some that are not among the best."""
 _FAILED = Refusal(DeclineReason.UNSPECIFIED, "the draft model failed")
 
 
 class BatchManager:
-    """The requests of the burst growth: their rows of the runner, and what is to be done for each.
+    """The requests of the growth with bursts: their rows of the runner, and the work to do for each.
 
-    Requests may be opened, changed and closed at any time, and their features come at any time. Rows, pages and the
-    forest follow while no burst is under way; while one is, `follow_ahead` does what can be done.
+    Requests may be opened, changed and closed at any time, and their features may come at any time. Rows, pages and the
+    forest follow while no burst is running. While one is, `follow_ahead` follows as far as possible.
     """
 
     def __init__(self, runner: BurstRunner, forest: DraftForest, grower: Grower, options: GrowthOptions) -> None:
-        """`grower`: in whose name trees are refused."""
+        """`grower`: the grower on whose behalf trees are refused."""
         self.rows: dict[int, DraftContext] = {}
-        """Requests by row of the runner; one that was closed keeps its row until `release_closed`."""
+        """Requests by row of the runner; a closed request keeps its row until `release_closed`."""
         self.kv_manager = ContextKVManager(runner, forest.slots, options)
         self._runner = runner
         self._shape = runner.shape
@@ -47,18 +47,18 @@ class BatchManager:
         self._contexts: dict[int, DraftContext] = {}  # by handle
         self._opening: dict[int, tuple[Tree, PendingFeatures]] = {}
         self._closing: list[DraftContext] = []
-        self._closed_rows: list[int] = []  # theirs, but for those that `take_closed_rows` has given
-        self._changed: dict[int, DraftContext] = {}
-        self._deferred: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
-        self._incomplete: dict[int, DraftContext] = {}  # those whose root or context may have to be run
+        self._closed_rows: list[int] = []  # rows of `_closing` that `take_closed_rows` has not returned yet
+        self._changed: dict[int, DraftContext] = {}  # by handle, like the next two
+        self._deferred: dict[int, DraftContext] = {}  # changed requests for which no burst has to end
+        self._incomplete: dict[int, DraftContext] = {}  # requests whose root or context may have to be run
 
     def has_updates(self, excluded: Container[DraftContext] = ()) -> bool:
-        """Whether a request other than the `excluded` waits for `admit` or `follow` and the burst should end for it."""
+        """Whether the burst should end for a request, not among the `excluded`, that waits for `admit` or `follow`."""
         return bool(self._opening) or any(context not in excluded for context in self._changed.values())
 
     @property
     def has_closed(self) -> bool:
-        """Whether requests that were closed still have rows."""
+        """Whether closed requests still have rows."""
         return bool(self._closing)
 
     @property
@@ -69,7 +69,7 @@ class BatchManager:
         )
 
     def take_closed_rows(self) -> list[int]:
-        """Rows of requests that were closed since the last call and are not released yet."""
+        """Return the rows of requests that were closed since the last call and are not released yet."""
         rows, self._closed_rows = self._closed_rows, []
         return rows
 
@@ -80,52 +80,52 @@ class BatchManager:
 
     @property
     def num_incomplete(self) -> int:
-        """Requests whose root or context may have to be run."""
+        """Number of requests whose root or context may have to be run."""
         return len(self._incomplete)
 
     def find(self, handle: int) -> DraftContext | None:
-        """The request of a tree, if it has a row and is not closed."""
+        """Return the request of a tree, if it has a row and is not closed."""
         return self._contexts.get(handle)
 
     def expects(self, handle: int) -> bool:
-        """Whether the burst under way runs the root of this tree, or the forest will follow a commit when it ends."""
+        """Whether the running burst runs this tree's root, or the forest will follow a commit when the burst ends."""
         context = self._contexts.get(handle)
         if context is None or not (context.root_in_burst or context.known < context.tree.author.committed_len):
             return False
         return self._is_granted(context)
 
     def owes_block(self, handle: int) -> bool:
-        """Whether the tree of this lone request will have nodes once its root was run with the target's features."""
+        """Whether this is a lone request whose tree gets its nodes once its root is run with the target's features."""
         context = self._contexts.get(handle)
         if context is None or not self.is_lone or not (context.kv_len or context.num_with_features):
-            return False  # verify sends features to those who have answered
+            return False  # verify sends features only after an answer
         if self._is_at_end(context) or not self._is_granted(context):
             return False
         return not context.root_final or context.known < context.tree.author.committed_len
 
     @property
     def is_lone(self) -> bool:
-        """Whether there is one request alone, and it is answered once; see GrowthOptions.lone_nodes."""
+        """Whether there is only one request, which gets one answer per commit; see GrowthOptions.lone_nodes."""
         return self._options.lone_nodes > 0 and len(self.rows) == 1
 
     def open(self, tree: Tree) -> None:
-        """A request begins. `admit` gives it a row."""
+        """Begin a request. `admit` gives it a row."""
         self._opening[tree.handle] = tree, PendingFeatures(self._runner.join)
 
     def change(self, tree: Tree) -> None:
-        """Its tree, credit or pause changed: `follow` and `follow_ahead` look at it."""
+        """Note that a tree, its credit or its pause changed, so that `follow` and `follow_ahead` look at it."""
         context = self._contexts.get(tree.handle)
         if context is not None:
             self._changed[tree.handle] = context
 
     def close(self, tree: Tree) -> None:
-        """A request ended, or was refused. `release_closed` frees its row and pages."""
+        """End a request, also after a refusal. `release_closed` frees its row and pages."""
         self._opening.pop(tree.handle, None)
         for waiting in (self._changed, self._deferred, self._incomplete):
             waiting.pop(tree.handle, None)
         context = self._contexts.pop(tree.handle, None)
         if context is not None:
-            # The publisher appends nothing more of it.
+            # Keeps the publisher from appending more of its nodes.
             context.known = -1
             self._forest.quotas[context.row] = 0
             self._closing.append(context)
@@ -136,14 +136,14 @@ class BatchManager:
         context, opening = self._contexts.get(tree.handle), self._opening.get(tree.handle)
         if not self._shape.lag or (context is None and opening is None):
             return
-        if features.start + features.count > self._options.max_positions:  # nothing bounds them but their tokens
+        if features.start + features.count > self._options.max_positions:  # nothing else bounds them
             return
         start, values = features.start, self._runner.project(features)
         if opening is not None:
             opening[1].add(start, values, since=self._shape.lag - 1)
         elif context is not None:
             context.take_features(start, values)
-            # Where nothing waits for them, no burst is cut short.
+            # Do not cut a burst short if nothing waits for the features.
             waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
             waits = waits or context.is_root_stale
             (self._changed if waits else self._deferred)[tree.handle] = context
@@ -167,7 +167,7 @@ class BatchManager:
             self._assign_row(tree, features)
 
     def follow(self) -> None:
-        """Re-root the forest along new committed tokens, and see what is to be done for the requests that changed."""
+        """Re-root the forest along new committed tokens, and bring the changed requests up to date."""
         changed = list((self._deferred | self._changed).values())
         self._changed.clear()
         self._deferred.clear()
@@ -183,11 +183,11 @@ class BatchManager:
         self._forest.tidy()
 
     def follow_ahead(self, excluded: Container[DraftContext], *, misses: bool) -> list[DraftContext]:
-        """Re-root the forest while a burst is under way; returns the requests whose trees or features changed.
+        """Re-root the forest while a burst is running; returns the requests whose trees or features changed.
 
-        Entries keep their numbers, and what the burst brings below dead nodes is dead. Everything but the tree and its
-        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs. Without `misses` only
-        commits whose path the forest holds are followed.
+        Entries keep their numbers, and candidates that the burst brings below dead nodes are dead. Everything but trees
+        and their bounds waits for `follow`. So do the `excluded` requests, whose committed tokens the burst runs.
+        Without `misses`, only commits whose path is in the forest are followed.
         """
         behind: list[DraftContext] = []
         others: list[DraftContext] = []
@@ -210,16 +210,16 @@ class BatchManager:
         return behind + others
 
     def mark_incomplete(self, context: DraftContext) -> None:
-        """Its root or context may have to be run."""
+        """Note that a request's root or context may have to be run."""
         self._incomplete[context.tree.handle] = context
 
     def note_root_runs(self) -> None:
-        """Note which new roots the burst under way has run."""
+        """Note which new roots the running burst has run."""
         for context in self._deferred.values():
             self._note_root_run(context)
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
-        """Bring requests up to date whose root, tree, credit or features may have changed."""
+        """Update requests whose root, tree, credit or features may have changed."""
         changed = list(contexts)
         is_full = self._options.most_steps > 0 and any(self.kv_manager.is_full(context) for context in changed)
         for context in changed:
@@ -235,36 +235,36 @@ class BatchManager:
         kv_manager, waiting = self.kv_manager, self._incomplete.values()
         behind = (one for one in waiting if self._is_granted(one) and kv_manager.num_extendable(one))
         served, failed = self.kv_manager.extend(behind, self._options.prompt_chunk)
-        for context in served:  # behind all others next time
+        for context in served:  # they come last next time
             self._incomplete[context.tree.handle] = self._incomplete.pop(context.tree.handle)
         for context, error in failed:
             self.fail(context, error)
         return bool(served or failed)
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
-        """Requests of which a burst must run something now; those that lack nothing are not looked at again."""
+        """Return the requests of which a burst must run something now, and drop complete ones from the incomplete."""
         return [context for context in list(self._incomplete.values()) if self._is_to_run(context, needs_run)]
 
     def mark_scheduled(self, context: DraftContext) -> None:
-        """The burst that is launched next runs what the request lacks."""
+        """Note that the running burst, or the one launched next, runs what a request lacks."""
         context.root_in_burst = not context.root_run
         self._incomplete.pop(context.tree.handle, None)
 
     def spend(self, rows: Iterable[int], num_steps: int) -> None:
-        """Lockstep: a burst ran so many steps of the trees in these rows."""
+        """Lockstep: count the steps that a burst ran of the trees in these rows."""
         for row in rows:
             context = self.rows[row]
             context.steps_left = max(0, context.steps_left - num_steps)
             self._set_bounds(context)
 
     def complete(self, growing: Sequence[int]) -> None:
-        """Lockstep: trees that have nothing more to run are complete; those in rows of `growing` have more."""
+        """Lockstep: mark trees with nothing more to run as complete, which those in rows `growing` are not."""
         for row, context in self.rows.items():
             if context.root_run and context.steps_left and row not in growing:
                 context.steps_left = 0
 
     def fail_rows(self, rows: Iterable[int]) -> None:
-        """Decline the requests of a burst that failed: the state of their KV is unknown."""
+        """Decline the requests of a failed burst, since the state of their KV is unknown."""
         for row in rows:
             context = self.rows[row]
             if context.tree.handle in self._contexts:
@@ -299,7 +299,7 @@ class BatchManager:
         self._changed[tree.handle] = context
 
     def _begin(self, tree: Tree, row: int, features: PendingFeatures) -> DraftContext:
-        """The context of an opened request, cut if it is long; features that came before it are of all of it."""
+        """Return the context of an opened request, cut if it is long; `features` that came already are not cut."""
         shape, options = self._shape, self._options
         cut = cut_context(WHOLE, tree.author.committed_len - 1 - shape.lag, shape.window, shape.page_size)
         sinks = None
@@ -315,7 +315,7 @@ class BatchManager:
         return context
 
     def _refusal(self, tree: Tree, fresh: Sequence[int]) -> Refusal | None:
-        """Why the model cannot go on with a request, whose `fresh` tokens are new to it; None if it can."""
+        """Return why the model cannot go on with a request, whose `fresh` tokens are new; None if it can."""
         length, options = tree.author.committed_len, self._options
         if length > options.max_positions:
             return Refusal(DeclineReason.TOO_LONG, f"{length} tokens, at most {options.max_positions}")
@@ -325,7 +325,7 @@ class BatchManager:
         return None
 
     def _reroot(self, contexts: Sequence[DraftContext], *, discards: bool = False) -> None:
-        """The forest and the contexts follow what was committed to these requests."""
+        """Let the forest and the contexts follow the commits to these requests."""
         if not contexts:
             return
         steps: list[RerootStep] = []
@@ -351,7 +351,7 @@ class BatchManager:
         if context.tree.handle not in self._contexts:
             return
         self._note_root_run(context)
-        # Verify has no tree after a miss: KV is moved once the root was run.
+        # Verify has no tree after a miss, so the root runs first and KV is moved after that.
         if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._move_final(context):
             return
         if self._options.takes_in and context.seen < context.tree.author.next_id:
@@ -361,13 +361,13 @@ class BatchManager:
         self._incomplete[context.tree.handle] = context
 
     def _move_final(self, context: DraftContext, *, along: bool = False) -> bool:
-        """Move KV of committed tokens to the context, if it is worth it; False if that failed; see `fail`."""
+        """Move KV of committed tokens to the context, if it is worth it. On failure, call `fail` and return False."""
         try:
             self.kv_manager.move_final(context, along=along)
         except Exception as error:
             self.fail(context, error)
             self.kv_manager.free_slots()
-            self.release_closed()  # the others may need no more than its pages
+            self.release_closed()  # its pages may be enough for the others
             return False
         return True
 
@@ -388,7 +388,7 @@ class BatchManager:
 
     @property
     def _reach(self) -> int:
-        """Levels of a burst at most."""
+        """Most levels that a burst adds."""
         return max(self._options.fresh_steps, self._options.most_steps)
 
     def _is_to_run(self, context: DraftContext, needs_run: Callable[[DraftContext], bool]) -> bool:
@@ -401,10 +401,10 @@ class BatchManager:
         return False
 
     def _is_granted(self, context: DraftContext) -> bool:
-        """Whether the tree may have nodes by verify's leave."""
+        """Whether verify lets the tree have nodes."""
         return self._grower.growth.granted(context.tree, self._grower.limits) > 0
 
     def _refuse(self, tree: Tree, refusal: Refusal) -> None:
-        """Nothing more is done for a request."""
+        """Refuse a request, and close it here."""
         self._grower.growth.refuse(self._grower, tree, refusal)
         self.close(tree)

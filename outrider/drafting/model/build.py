@@ -1,4 +1,4 @@
-"""From options to a draft model and the runner that works for it."""
+"""Builds a draft model and its runner from options."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ PAGE_SIZE = 16
 GPU_CHUNK = 2048
 CPU_CHUNK = 256
 _HEAD_DIMS = (16, 32, 64, 128, 256, 512)
-"""What our attention kernels run with."""
+"""Head dimensions that our attention kernels support."""
 _MIN_WIDE_ROWS = 32
 _MIN_TOKENS = 512
 _CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
-"""Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
+"""Tree slots of a request; in lockstep enough for eight steps of eight nodes, as a tree may run two thirds of them."""
 _MEMORY_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
 
 
 def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     """Load the model that the options name and build its runner. Raises ConfigError naming the option at fault."""
-    # What the device does not take is refused before weights are read.
+    # Refuse what the device does not support before weights are read.
     options = replace(options, device=str(choose_device(options.device)))
     options.check()
-    # Before the model is loaded, which compiles functions for so many.
+    # Before loading the model, which compiles functions for this number of threads.
     torch.set_num_threads(options.threads)
     model = load_draft_model(options)
     runner = build_runner(model, options)
@@ -66,9 +66,9 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
 
 
 def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
-    """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
+    """Return the runner for the model's device, warmed up, which takes seconds to minutes on a GPU.
 
-    Raises ConfigError: names the option that is at fault.
+    Raises ConfigError naming the option at fault.
     """
     on_gpu = model.device.type == "cuda"
     if on_gpu and model.head_dim not in _HEAD_DIMS:
@@ -100,7 +100,7 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
 
 
 def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape:
-    """Everything but the number of context pages."""
+    """Return the runner's shape, except for the number of context pages."""
     num_rows = min(options.max_requests, DRAFT_ROWS if on_gpu else 32)
     wide = 128 if num_rows > _MIN_WIDE_ROWS else 64
     return BurstShape(
@@ -121,16 +121,16 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
 
 
 def _with_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> BurstShape:
-    """With pages of as many tokens as the options ask for, or else fit; no more than all rows can use.
+    """Return `shape` with pages for as many tokens as the options ask for, or else fit, and all rows can use.
 
-    A context that they could never hold is not served: it would be computed as far as they go, again and again.
+    A context that the pages could never hold is not served: it would be computed up to there, again and again.
     """
     tokens = options.max_total_tokens or fitting
     if tokens < min(_MIN_TOKENS, shape.max_context):
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few; allow at least {_MIN_TOKENS}")
     size = shape.page_size
     num_pages = min(-(-tokens // size), -(-shape.max_context // size) * shape.num_rows)
-    # Of a long context that is cut they hold a part.
+    # If long contexts are cut, the pages hold only a part of them.
     longest = shape.max_context if shape.window.size else min(shape.max_context, num_pages * size)
     return replace(shape, num_pages=num_pages, max_context=longest)
 
@@ -140,7 +140,8 @@ def _token_bytes(model: DraftModel) -> int:
 
 
 def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> int:
-    """Context tokens in what --mem-fraction-static leaves beside weights, tree regions, features and logits."""
+    """Return the context tokens that fit in what --mem-fraction-static leaves beside weights, tree regions, features,
+    blocks and logits."""
     per_token = _token_bytes(model)
     slots = shape.num_rows * shape.region
     beside = slots * (per_token + max(model.feature_size, model.state_size) * model.dtype.itemsize)

@@ -29,23 +29,23 @@ _logger = get_logger(__name__)
 _EMA_WEIGHT = 0.05
 _MAX_HOST_SECONDS = 0.002
 _FEW_ROWS = 4
-"""Requests of a burst at most for which entries are published again once it followed commits."""
+"""Most requests in a burst for which entries are published again at once when commits were followed."""
 _FIRST_ANSWER_NODES = 32
 """Nodes of each request in the first answer to a commit; the others follow."""
 
 
 @dataclass(slots=True)
 class _ActiveBurst:
-    """A burst that is under way."""
+    """A running burst."""
 
     plan: BurstPlan
     pending: PendingBurst
-    """Its part that lands next."""
+    """The burst's part that lands next."""
     began: float
     more: PendingBurst | None = None
-    """The part behind that, if it is queued."""
+    """The part after `pending`, if it is queued."""
     is_outdated: bool = False
-    """Whether the forest has followed commits that it cannot be told of."""
+    """Whether the forest has followed commits that the burst cannot be told of."""
 
 
 def _immediately() -> bool:
@@ -53,23 +53,23 @@ def _immediately() -> bool:
 
 
 class BurstGrower(Grower):
-    """Keeps one burst under way, and appends to the authors' trees what the parts before brought.
+    """Keeps one burst running, and appends the nodes that earlier parts brought to the authors' trees.
 
-    While a burst runs, the forest follows commits at once where it can, and the device is told of them with the next
-    part. The burst ends for whatever else waits.
+    While a burst runs, the forest follows commits at once if it can, and the device is told of them with the next
+    part. The burst ends if anything else waits.
     """
 
     def __init__(self, runner: BurstRunner, growth: TreeGrowth, limits: TreeLimits, options: GrowthOptions) -> None:
         super().__init__(growth, limits)
         shape = runner.shape
         self.counts: defaultdict[str, float] = defaultdict(float)
-        """Figures since someone emptied this, by name."""
+        """Counts by name, since the last `take_counts`."""
         self._runner = runner
         self._shape = shape
         self._options = options
         capacity = max(8192, 512 * shape.num_rows, 4 * shape.most_entries)
         self._forest = DraftForest(shape, limits.path_score, capacity)
-        # A root that is run again brings candidates that are there.
+        # A root that is run again brings candidates that may be entries already.
         self._forest.has_foreign_nodes = options.renews_roots
         self._batch_manager = BatchManager(runner, self._forest, self, options)
         self._kv_manager = self._batch_manager.kv_manager
@@ -77,40 +77,40 @@ class BurstGrower(Grower):
         self._publisher = NodePublisher(self._forest, self._batch_manager.rows, limits, growth, options)
         self._active: _ActiveBurst | None = None
         self._landed: tuple[BurstPlan, BurstResult] | None = None
-        """A burst whose requests are still to be brought up to date."""
-        self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete
+        """A burst that has landed, and whose requests must still be updated."""
+        self._withheld: set[int] = set()  # lockstep: handles of trees that are not sent until they are complete
         self._host_seconds = PART_SECONDS
-        """Of a part, beside queueing the next."""
-        self._part_ended_at = 0.0  # when the part ended whose result is being published; 0 for none
+        """The host's time for a part, without queueing the next one."""
+        self._part_ended_at = 0.0  # when the part ended whose result is published now; 0 for none
         self._nothing_to_run = True  # whether the last attempt to launch found nothing to run
 
     @property
     def idle(self) -> bool:
-        """Whether no burst is under way, and nothing is worth one."""
+        """Whether no burst is running, and nothing is worth one."""
         if not self._nothing_to_run or self._active or not self._publisher.done:
             return False
         return not self._batch_manager.has_updates() and not self._batch_manager.has_closed
 
     @property
     def is_behind(self) -> bool:
-        """Whether requests are to be given rows, or tokens of theirs to be computed in forwards apart."""
+        """Whether requests wait for rows, or for tokens to be computed in separate forwards."""
         return self._batch_manager.is_behind
 
     @property
     def device_idle(self) -> bool:
-        """Whether there is something to run and no burst is under way."""
+        """Whether there is something to run and no burst is running."""
         return self._active is None and not self._nothing_to_run
 
     def open(self, tree: Tree) -> None:
-        """A tree gets its row when the burst under way has ended."""
+        """Begin to grow a tree; it gets its row when the running burst has ended."""
         self._batch_manager.open(tree)
-        if not self._shape.lag:  # verify sends no features before it was answered
+        if not self._shape.lag:  # verify sends no features before the first answer
             self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The forest follows the commit with the next call of `grow`, or when the burst under way has ended.
+        """Note a commit, which the forest follows with the next call of `grow`, or when the running burst has ended.
 
-        On a CPU one that was launched and has not begun is ended at once: it would run what is outdated now.
+        On a CPU, a burst that was launched and has not begun is ended at once, since it would run outdated nodes.
         """
         self._withhold(tree)
         if self._active is not None and not self._active.pending.ran:
@@ -118,11 +118,11 @@ class BurstGrower(Grower):
             self._land(self._active)
 
     def changed(self, tree: Tree) -> None:
-        """Look again with the next call of `grow`, or when the burst under way has ended."""
+        """Look at a tree again with the next call of `grow`, or when the running burst has ended."""
         self._batch_manager.change(tree)
 
     def foreign_nodes_added(self, tree: Tree) -> None:
-        """Make entries of what another grower appended, if the options say so."""
+        """Make entries of nodes that another grower appended, if the options say so."""
         if not self._options.takes_in:
             return
         context = self._batch_manager.find(tree.handle)
@@ -130,13 +130,13 @@ class BurstGrower(Grower):
             self._batch_manager.change(tree)
 
     def close(self, tree: Tree) -> None:
-        """Free row and pages when the burst under way has ended."""
+        """Free a tree's row and pages when the running burst has ended."""
         self._withheld.discard(tree.handle)
         self._batch_manager.close(tree)
 
     def holds_back(self, tree: Tree) -> bool:
-        """In lockstep trees wait until they are complete, and commits for nodes that the burst under way brings, or one
-        that waits for features."""
+        """Whether nothing is sent of a tree yet: in lockstep it is not complete, or the answer to a commit waits for
+        nodes from the running burst, or from a burst that waits for features."""
         if tree.handle in self._withheld:
             return True
         if tree.author.has_untaken:
@@ -150,10 +150,10 @@ class BurstGrower(Grower):
         self._nothing_to_run = False
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
-        """Take in a part that has ended, have the device go on or launch the next burst, and publish meanwhile."""
+        """Take in a part that has ended, queue the next part or launch the next burst, and publish meanwhile."""
         active = self._active
         if active is not None and self._follow_ahead(active):
-            # Queued before the answer is published, which takes longer than the part that is nearly over.
+            # Queue the next part before publishing, which takes longer than the rest of the part that is nearly over.
             if active.more is None and active.pending.nearly(_immediately):
                 active.more = self._go_on(active)
             if len(active.plan.rows) <= _FEW_ROWS:
@@ -174,11 +174,11 @@ class BurstGrower(Grower):
                 else:
                     self._land(active)
                     if self._batch_manager.is_lone:
-                        # Its answer is all that is grown for now: it leaves before anything else is done.
+                        # Nothing more grows for now, so the answer leaves before anything else is done.
                         self._publisher.prepare()
                         self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES)
                         return
-                    if interrupted():  # what came may change what the next burst runs
+                    if interrupted():  # the message may change what the next burst runs
                         return
             if self._active is None:
                 self._apply()
@@ -188,22 +188,22 @@ class BurstGrower(Grower):
             self._publisher.run(inf, lambda: False)
             self._release()
         else:
-            # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
+            # Verify waits for the first answer to a commit: send it with the best nodes, and the others behind it.
             owing = sum(tree.author.owes_answer for tree in self.growth.unsent.values())
             self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES * owing)
 
     def _note_host_work(self) -> None:
-        """Measure how long the host took for the part before."""
+        """Measure the host's time for the part before."""
         if self._part_ended_at:
             taken = perf_counter() - self._part_ended_at
             self._host_seconds += _EMA_WEIGHT * (min(taken, _MAX_HOST_SECONDS) - self._host_seconds)
             self._part_ended_at = 0.0
 
     def _follow_ahead(self, active: _ActiveBurst) -> bool:
-        """Follow commits while the burst under way runs, so that answers leave earlier; returns whether it did."""
+        """Follow commits while a burst runs, so that answers leave earlier; returns whether any was followed."""
         if not self._batch_manager.has_updates() or self._options.lockstep_steps:
             return False
-        # A part that has ended is taken in first, unless the device would wait for that.
+        # A part that has ended is taken in first, unless the device would wait meanwhile.
         if active.pending.done() and (active.more is not None or not self._options.most_steps):
             return False
         plan, planner = active.plan, self._planner
@@ -225,8 +225,8 @@ class BurstGrower(Grower):
     def _release(self) -> None:
         """Lockstep: send trees that are complete, and those that do not grow.
 
-        While prompts take more than a further chunk, their commits are acknowledged without a tree after each chunk:
-        verify gives up a session that answers nothing for two seconds, and a new one would begin with the same prompts.
+        While prompts need more than one further chunk, their commits are acknowledged without a tree after each chunk:
+        verify gives up a session that is silent for two seconds, and a new one would begin with the same prompts.
         """
         found = map(self._batch_manager.find, self._withheld)
         withheld = [context for context in found if context is not None]
@@ -240,7 +240,7 @@ class BurstGrower(Grower):
                 self._withheld.discard(context.tree.handle)
 
     def take_counts(self) -> dict[str, float]:
-        """Bursts, their steps and nodes, and prompt tokens."""
+        """Return counts of bursts, of their steps and nodes, and of prompt tokens since the last call."""
         counts, self.counts = self.counts, defaultdict(float)
         if self._kv_manager.num_extended:
             counts["prompt_tokens"] = self._kv_manager.num_extended
@@ -248,19 +248,19 @@ class BurstGrower(Grower):
         return dict(counts)
 
     def _go_on(self, active: _ActiveBurst) -> PendingBurst | None:
-        """Queue the next part of the burst under way; None where something waits for its end."""
+        """Queue the next part of the running burst; None if something waits for the burst's end."""
         plan, planner, batch_manager = active.plan, self._planner, self._batch_manager
         plan.closed_rows.update(row for row in batch_manager.take_closed_rows() if row in plan.rows)
         if active.is_outdated or batch_manager.has_updates({one.context for one in plan.forced}):
             return None
         needy = batch_manager.to_run(planner.needs_run)
-        if len(needy) < batch_manager.num_incomplete:  # some need a forward apart
+        if len(needy) < batch_manager.num_incomplete:  # some need a separate forward
             return None
         host_seconds = self._host_seconds + self._runner.launch_seconds
         steps = planner.more_steps(plan, active.pending.step_seconds, host_seconds, forced=bool(needy))
         if not steps:
             return None
-        # Those that do not fit wait for the others, or for the end of the burst.
+        # Requests that do not fit wait until others are done, or the burst has ended.
         forced = planner.force(plan, needy)
         if needy and not forced and not plan.forced:
             return None
@@ -279,7 +279,7 @@ class BurstGrower(Grower):
         return more
 
     def _take(self, active: _ActiveBurst, more: PendingBurst) -> None:
-        """Take in a part of the burst under way while the next part runs. Entries keep their numbers."""
+        """Take in a part of the running burst while the next part runs. Entries keep their numbers."""
         try:
             for context in self._planner.take(active.plan, active.pending.wait()):
                 self._batch_manager.mark_incomplete(context)
@@ -295,7 +295,7 @@ class BurstGrower(Grower):
         active.pending, active.more = more, None
 
     def _land(self, active: _ActiveBurst) -> None:
-        """Wait for the last part of the burst under way, and take it in."""
+        """Wait for the last part of the running burst, and take it in."""
         self._active = None
         self._publisher.forget()
         try:
@@ -314,14 +314,14 @@ class BurstGrower(Grower):
         self._landed = plan, result
 
     def _apply(self) -> None:
-        """Do what waited for the end of a burst."""
+        """Do the work that waited for the end of a burst."""
         manager = self._batch_manager
         self._publisher.forget()
         if self._landed is not None:
             (plan, result), self._landed = self._landed, None
             if self._options.lockstep_steps:
                 num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
-                # Uncached tokens that were run without the root are no part of a tree.
+                # Uncached tokens that were run without the root do not count as steps of a tree.
                 manager.spend((row for row in plan.rows if manager.rows[row].root_run), num_steps)
             manager.release_closed()  # others may need their pages now
             manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
@@ -354,7 +354,7 @@ class BurstGrower(Grower):
             self._note_answers(plan, "launch")
 
     def _note_answers(self, plan: BurstPlan, phase: str) -> None:
-        """A phase of the answers ends that requests of a burst owe."""
+        """End a phase of the answers that requests of a burst owe."""
         for row in plan.rows:
             self.growth.answer_phases.note(self._batch_manager.rows[row].tree.handle, phase)
 

@@ -1,7 +1,7 @@
 """Forwards of a draft model on a GPU that read lengths and trees from device memory: draft steps, and context.
 
-They can be captured. Kernel by kernel a forward takes the host many times what it takes the device, and no tree grows
-meanwhile.
+They can be captured. Launched kernel by kernel, a forward would take the host many times as long as the device, and no
+tree would grow meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outrider.sampling.proposer import Proposer
 class DraftSteps:
     """Steps of best-first growth on a device: each runs the best nodes of a pool and adds their candidates to it.
 
-    All that a step reads and writes lies in device memory, so that it can be captured for its bucket and replayed.
+    Everything that a step reads and writes is in device memory, so that it can be captured for its bucket and replayed.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class DraftSteps:
     ) -> None:
         """`header`, `rows`: of the burst, see kernels.frontier.
 
-        `results`: int32, where steps write what they bring, see kernels.frontier.append_candidates.
-        `num_seeds`: seeds that the pool of a bucket has room for.
+        `results`: int32, where steps write their results, see kernels.frontier.append_candidates.
+        `num_seeds`: returns for how many seeds the pool of a bucket has room.
         """
         device = model.device
         self._model = model
@@ -79,7 +79,7 @@ class DraftSteps:
         self._step_tokens: dict[StepBucket, StepTokens] = {}
 
     def run(self, bucket: StepBucket) -> None:
-        """The whole of a step; may be captured."""
+        """Run a whole step; may be captured."""
         header, pool, step = self.header, self.pool(bucket), self._tokens_of(bucket)
         rows = self.rows.head(bucket.rows)
         choose_entries(header, pool, rows, step, bucket.branching)
@@ -91,22 +91,22 @@ class DraftSteps:
         append_candidates(header, pool, step, tokens, scores, results)
 
     def pool(self, bucket: StepBucket) -> CandidatePool:
-        """The pool as bursts of this shape lay it out."""
+        """Return the pool in the layout of this bucket's bursts."""
         num_seeds = self._num_seeds(bucket)
         size = num_seeds + self._shape.max_steps * bucket.num_candidates
         return CandidatePool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), num_seeds)
 
     def clear(self) -> None:
-        """No entry may be run, whatever bucket the pool is read by, until the header is written anew.
+        """Make sure that no step of any bucket runs an entry until the header is written again.
 
-        Steps of different buckets lay the pool out differently: what is a token to one may be a score to another.
+        Steps of different buckets lay out the pool differently: a token of one may be a score to another.
         """
         self._entries.view(torch.float32).fill_(-math.inf)
         self.header.zero_()
         self.header[FLOOR : FLOOR + 1].view(torch.float32).fill_(math.inf)
 
     def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
-        """Run the nodes of a step, and write their candidates."""
+        """Run the nodes of a step, and write their candidates to `tokens` and `scores`."""
         batch = self._batch(bucket, step)
         count = batch.token_ids.shape[0]
         store = self._memory.features
@@ -150,18 +150,19 @@ class DraftSteps:
 
 
 class BlockSteps(DraftSteps):
-    """Those of a block head. A fresh step takes features that came: it writes keys and values of their positions, and
-    runs the block of each root among its nodes, one of a request at most. Any other step reads what requests' last
-    blocks say.
+    """Steps of a block head.
 
-    Beside products, norms and attention a fresh step launches: roots found, features gathered, angles, keys written,
-    blocks laid out and kept, and what is read; another one the first and the last of these.
+    A fresh step takes features that have come: it writes keys and values of their positions, and runs the block of each
+    root among its nodes, at most one for a request. Any other step only reads the requests' last blocks.
+
+    Beside products, norms and attention, a fresh step launches kernels that find roots, gather features, compute
+    angles, write keys, lay out and keep blocks, and read them. Another step launches the first and the last of these.
     """
 
     def __init__(self, head: BlockHead, *rest: Any) -> None:
         super().__init__(head, *rest)
         self._head, self._blocks = head, self._memory.room_for_blocks
-        # 1 for tree slots with keys and values of the target's features.
+        # 1 for tree slots whose keys and values are of the target's features.
         size = (self._shape.num_rows + 1, self._shape.region)
         self._injected = torch.zeros(size, dtype=torch.int8, device=head.device)
 
@@ -185,14 +186,14 @@ class BlockSteps(DraftSteps):
             store[:, :size].index_copy_(0, step.targets, left)
 
     def read(self, rows: Tensor, tokens: Tensor, positions: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """See BlockHead.read_blocks, of nodes of the table's `rows`."""
+        """Read the blocks for nodes of the table's `rows`; see BlockHead.read_blocks."""
         return self._head.read_blocks(self._blocks, rows, tokens, positions, given)
 
     def run_blocks(self, roots: BlockRoots, seen: Tensor | None = None) -> BlockLayout:
         """Run the blocks of R requests, for `read`; may be captured.
 
-        `seen`: int32 [M, region / 32], bits of tree slots that the tokens among which the roots are see; of these the
-        blocks see what has keys of features, beside the context. None: they see the context alone.
+        `seen`: int32 [M, region / 32], bits of the tree slots that each of the tokens sees among which the roots are.
+        Blocks see those of these slots that have keys of features, beside the context. None: only the context.
         """
         head, plan, region = self._head, self._memory.plan, self._shape.region
         num_rows, size = roots.positions.shape[0], head.block.size
@@ -222,16 +223,16 @@ _CONTEXT_TOKENS = (32, 128, 512)
 _CONTEXT_ROWS = (7, 127)
 """Shapes of captured forwards. Rows are one below a power of two: attention has a kernel for each power."""
 _PROMPTS = (1, 3, 17, 48, 100)
-"""Prompt tokens, one for each kernel that products and attention have."""
+"""Numbers of prompt tokens to warm up with, one for each kernel that products and attention use."""
 
 
 class ContextForward:
-    """Forwards of context tokens of several rows, as a captured graph where they are few, which prompts mostly are."""
+    """Forwards of context tokens of several rows, as a captured graph if the tokens are few, as they mostly are."""
 
     def __init__(
         self, model: DraftModel, memory: DeviceMemory, shape: BurstShape, attention: AttentionBackend, chunk_size: int
     ) -> None:
-        """`chunk_size`: tokens of a forward at most."""
+        """`chunk_size`: most tokens of a forward."""
         self._model = model
         self._memory = memory
         self._attention = attention
@@ -251,7 +252,7 @@ class ContextForward:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the graphs."""
+        """Device memory of the graphs, in bytes."""
         return self._graphs.num_bytes
 
     def warm_up(self) -> None:
@@ -262,7 +263,7 @@ class ContextForward:
             self._warm_up([1] * min(rows, self._spare))
 
     def capture(self) -> None:
-        """Capture forwards, and compile the kernels of those that are too large for that."""
+        """Capture forwards, and compile the kernels of forwards that are too large to be captured."""
         self._describe(())
         self._graphs.capture([PromptShape(*shape) for shape in product(self._tokens[::-1], _CONTEXT_ROWS[::-1])], False)
         self._captured = True
@@ -270,7 +271,7 @@ class ContextForward:
             self._warm_up([self._most])
 
     def run_at(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
-        """Queue a forward of `chunks`, each of another row, whose starts are KV positions.
+        """Queue a forward of `chunks`, each of a different row. A chunk's start is a KV position.
 
         `features` [tokens, feature_size] for a model that takes them.
         """
@@ -293,7 +294,7 @@ class ContextForward:
         put(self._layout.describe(chunks, self._spare), self._model.device, into=self._words)
 
     def _run(self, shape: PromptShape) -> None:
-        """A forward of what was described last; may be captured."""
+        """Run a forward of the chunks described last; may be captured."""
         features = None if self._features is None else self._features[: shape.tokens]
         self._compute(self._layout, self._words, shape, features)
 
@@ -307,7 +308,7 @@ class ContextForward:
         self._model.extend(batch, features, batch.slots, self._memory.kv, self._attention)
 
     def _warm_up(self, counts: Sequence[int]) -> None:
-        """A forward of rows with so many tokens each, which are written nowhere."""
+        """Run a forward of rows with `counts` tokens whose KV is written nowhere."""
         chunks = [PromptChunk(self._spare, [0] * count, 0, np.full(count, -1, np.int32)) for count in counts]
         total = sum(counts)
         features = None if self._features is None else self._features.new_zeros(total, self._features.shape[1])
@@ -315,5 +316,5 @@ class ContextForward:
 
 
 def _padded(num_rows: int) -> int:
-    """Rows of a forward with so many, empty ones included."""
+    """Return the rows of a forward for `num_rows` rows, empty ones included."""
     return _CONTEXT_ROWS[bisect_left(_CONTEXT_ROWS, num_rows)] if num_rows <= _CONTEXT_ROWS[-1] else num_rows

@@ -1,4 +1,4 @@
-"""Runs bursts on a GPU: one captured step, replayed; what it is told and answers is one copy each way.
+"""Runs bursts on a GPU by replaying one captured step. The input and the output of a burst are one copy each.
 
 Runs on a CPU too, slowly and without graphs, for tests.
 """
@@ -53,22 +53,22 @@ _SAME_ROOT = np.array([-1, -1, 0, 0], np.int32)
 
 
 class _StagedWords:
-    """int32 words on a device, and NUM_COPIES times in host memory from or to which they are copied."""
+    """int32 words on a device, and NUM_COPIES host buffers that they are copied from or to."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self.host: list[Int32s] = [memory.numpy() for memory in self._pinned]
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # kept: there are few different ones
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # a cache, as there are few different ones
 
     def to_device(self, copy: int, end: int) -> None:
-        """Queue a copy of the first words, `end` of them."""
+        """Queue a copy of the first `end` words to the device."""
         there, here = self._find(copy, 0, end)
         there.copy_(here, non_blocking=True)
 
     def to_host(self, copy: int, begin: int, end: int) -> None:
-        """Queue a copy of these words."""
+        """Queue a copy of words `begin` to before `end` to the host."""
         there, here = self._find(copy, begin, end)
         here.copy_(there, non_blocking=True)
 
@@ -81,7 +81,7 @@ class _StagedWords:
 
 
 class BurstInput:
-    """A burst as the device is told of it: header, seeds and rows; free slots, of which there may be many, last."""
+    """A burst in the device's format: header, seeds and rows; free slots, of which there may be many, come last."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
@@ -98,18 +98,18 @@ class BurstInput:
         self._words = _StagedWords(bounds[-1], device)
 
         def views(words: Any) -> dict[str, Any]:
-            """Fields by name."""
+            """Return the fields by name, as views of `words`."""
             places = zip(sizes.items(), bounds, bounds[1:], strict=False)
             return {name: words[begin:end].reshape(size) for (name, size), begin, end in places}
 
         self._host: list[dict[str, Int32s]] = [views(words) for words in self._words.host]
         fields = views(self._words.device)
         self.header: Tensor = fields.pop("header")
-        """On the device, as everything that follows; see kernels.frontier."""
+        """On the device, like `seeds` and `rows`; see kernels.frontier."""
         self.seeds: Tensor = fields.pop("seeds")
         self.rows = BurstRows(**fields)
         for host, memory in zip(self._host, self._words.host, strict=True):
-            # All that has a word for each row.
+            # All fields that have one word for each row.
             host["rows"] = memory[self._begins["table_rows"] : self._begins["live"]].reshape(4, -1)
             host["table_rows"][:] = shape.num_rows
 
@@ -120,7 +120,7 @@ class BurstInput:
         header[STEP], header[NUM_SEEDS] = 0, num_seeds
         header.view(np.float32)[FLOOR] = burst.floor
         host["seeds"][:, :num_seeds] = burst.seeds.fields
-        # Of padding rows the rest does not matter where nothing is live or free.
+        # Nothing is live or free in padding rows, so their other fields do not matter.
         host["rows"][:, count:] = 0
         host["table_rows"][count:] = self._shape.num_rows
         host["live"][count:] = 0
@@ -133,12 +133,12 @@ class BurstInput:
         host["live"][:count] = packed.view("<i4")
 
     def to_device(self, copy: int, num_rows: int) -> None:
-        """Queue the copy of a description with so many rows."""
+        """Queue the copy of a burst with `num_rows` rows to the device."""
         self._words.to_device(copy, self._begins["free"] + num_rows * self._shape.region)
 
 
 class RerootInput:
-    """What a burst that goes on is told: further seeds, then its rows."""
+    """The input of a burst that goes on: further seeds, then changes of its rows."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._line = REROOT_WORDS + shape.region
@@ -149,15 +149,15 @@ class RerootInput:
 
     @property
     def seeds(self) -> Tensor:
-        """On the device, the further seeds; see kernels.frontier.add_seeds."""
+        """The further seeds on the device; see kernels.frontier.add_seeds."""
         return self._words.device[: self._begin]
 
     def rows(self, count: int) -> Tensor:
-        """On the device, what the first rows are told; see kernels.frontier.reroot_pool."""
+        """Return the changes of the first `count` rows on the device; see kernels.frontier.reroot_pool."""
         return self._words.device[self._begin : self._end(count)].view(count, self._line)
 
     def to_device(self, reroots: Reroots, count: int) -> None:
-        """Queue the copy of what the first `count` rows are told. Two of them may be pending."""
+        """Queue the copy of seeds and of the changes of the first `count` rows. Two copies may be pending."""
         end = self._end(count)
         words = self._words.host[self._turn]
         seeds = reroots.seeds
@@ -188,20 +188,20 @@ class BurstOutput:
         size = shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching)
         self._words = _StagedWords(size, device)
         self.device = self._words.device
-        """What steps bring, on the device: see kernels.frontier.append_candidates."""
+        """Results of steps on the device: see kernels.frontier.append_candidates."""
 
     def to_host(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> None:
-        """Queue the copy of what some steps brought."""
+        """Queue the copy of the results of some steps to the host."""
         line = bucket.num_words
         self._words.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
     def host_steps(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> Int32s:
-        """In host memory, [num_steps, width * (2 + 2 * k)]."""
+        """Return the results of some steps in host memory, [num_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
         return self._words.host[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
     def read(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> BurstResult:
-        """What a copy holds of some steps, in memory of its own."""
+        """Return the results of some steps from a host buffer, in new memory."""
         width, branching = bucket.width, bucket.branching
         steps = self.host_steps(copy, bucket, num_steps, first_step).copy()
         shape = (num_steps, width, branching)
@@ -215,7 +215,7 @@ class BurstOutput:
 
 
 _FEATURES = (1, 3, 17, 48, 100)
-"""Positions whose features come together, one for each kernel that products with them have."""
+"""Numbers of positions to warm up with, one for each kernel that products with features use."""
 
 
 class CudaRunner(BurstRunner):
@@ -259,25 +259,25 @@ class CudaRunner(BurstRunner):
         self._reroots = GraphPool[StepBucket]("new roots of bursts", self._reroot)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Warm prompts up and capture a graph for every bucket; on a CPU there is nothing to do. Trashes the cache."""
+        """Warm up prompts and capture a graph for every bucket; does nothing on a CPU. Overwrites the KV cache."""
         if not self._on_gpu:
             return
         with self.at_work():
             if any(bucket.short for bucket in self.buckets.all()):
                 share_l1()
             self._warm_up()
-            # With no entries in the pool, steps change nothing.
+            # Steps change nothing while the pool has no entries.
             self._steps.clear()
             if self.options.use_graphs:
                 self.graphs.capture(self.buckets.all(), True, progress)
                 self._begins.capture(self.buckets.sizes(), False)
-                # Steps of one shape leave entries in the pool that name no row of another shape.
+                # Steps of one shape leave entries in the pool whose rows do not exist in another shape.
                 self._steps.clear()
                 self._reroots.capture(self.buckets.sizes(), False)
                 self._contexts.capture()
 
     def _warm_up(self) -> None:
-        """Run what is launched outside of graphs once, without effect: compiling a kernel takes a third of a second."""
+        """Launch once, without effect, all kernels used outside of graphs: compiling one takes a third of a second."""
         if not self.options.use_graphs:
             self._contexts.warm_up()
         self._warm_up_features()
@@ -288,7 +288,7 @@ class CudaRunner(BurstRunner):
             self._reroot(bucket)
 
     def _warm_up_features(self) -> None:
-        """Project features of several counts, and join some."""
+        """Project several numbers of features, and join some."""
         model, store = self._model, self.memory.features
         if store is None:
             return
@@ -303,7 +303,7 @@ class CudaRunner(BurstRunner):
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of KV, features and graphs."""
+        """Device memory of KV, features and graphs, in bytes."""
         graphs = (self.graphs, self._begins, self._reroots, self._contexts)
         return self.memory.num_bytes + sum(one.num_bytes for one in graphs)
 
@@ -312,7 +312,7 @@ class CudaRunner(BurstRunner):
         return partial(ImportedMemory, device=self.memory.kv.k.device) if self._on_gpu else None
 
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
-        """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
+        """See PendingBurst.go_on. Pool, rows and the count of steps are still on the device as the burst left them."""
         done = pending.first_step + pending.num_steps
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
@@ -342,7 +342,7 @@ class CudaRunner(BurstRunner):
         self._run_steps(pending, fresh=bool(burst.features))
 
     def _run_steps(self, part: PendingBurst, *, fresh: bool) -> None:
-        """Queue the steps of a part, and note where it ends. `fresh`: the first of them takes features that came."""
+        """Queue the steps of a part, and an event for its end. `fresh`: the first step takes features that came."""
         for number in range(part.num_steps):
             self.graphs.run(part.bucket._replace(fresh=self.shape.has_blocks and fresh and not number))
         self._output.to_host(part.copy, part.bucket, part.num_steps, part.first_step)

@@ -1,4 +1,4 @@
-"""Device memory of a draft model's requests: KV, page tables and features, and how features get there."""
+"""Device memory of a draft model's requests: KV, page tables and features."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outrider.models.drafters.heads import NOWHERE, BlockHead
 
 
 class DeviceMemory:
-    """KV pages, page tables, slot masks and features of `shape.num_rows` rows, and of a spare one for padding.
+    """KV pages, page tables, slot masks and features of `shape.num_rows` rows, and of a spare row for padding.
 
-    Logical KV positions of a row: the context, in pages that the host hands out, then, from the same position on in
-    every row, the tree region, in pages that stay with the row. Context pages are numbered from 0, region pages behind
-    them. Behind the region's tree slots lies the model's scratch, and behind that a row's pages for the first tokens of
-    a context that is cut (see ContextCut), which are in the table only then.
+    A row's logical KV positions are first the context, in pages that the host hands out. The tree region follows, from
+    the same position on in every row, in pages that stay with the row. Context pages are numbered from 0, and region
+    pages follow them. Behind the region's tree slots comes the model's scratch, and then the row's pages for the first
+    tokens of a cut context (see ContextCut), which are in the table only if the context is cut.
     """
 
     def __init__(self, model: DraftModel, shape: BurstShape) -> None:
@@ -54,13 +54,13 @@ class DeviceMemory:
             lag=shape.lag,
         )
         self.shifts = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=device)
-        """Pages that each row's table leaves out behind its first tokens; for tables that follow another model's."""
+        """Pages that each row's table leaves out behind the first tokens; for tables that follow another model's."""
         self._shifts = [0] * (shape.num_rows + 1)
         self.features: Tensor | None = None
-        """Features of tree slots, or what their nodes leave to children beside a block, a row of zeros, and features of
-        a burst: see kernels.frontier_state."""
+        """Features of tree slots (for a block head, the state that nodes leave to their children), a row of zeros, and
+        a burst's features: see kernels.frontier_state."""
         self.first_given = masks[0] * shape.region + 1
-        """Row of the feature store of a burst's first feature."""
+        """Row of a burst's first feature in the feature store."""
         if shape.feature_size:
             store = (self.first_given + shape.max_seeds, max(shape.feature_size, model.state_size))
             self.features = torch.zeros(store, dtype=model.dtype, device=device)
@@ -68,7 +68,7 @@ class DeviceMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory taken."""
+        """Device memory in use, in bytes."""
         held = [self.kv.k, self.kv.v, self.plan.page_tables, self.plan.slot_masks]
         held += [] if self.features is None else [self.features]
         held += [] if self._blocks is None else self._blocks
@@ -76,13 +76,13 @@ class DeviceMemory:
 
     @property
     def room_for_blocks(self) -> BlockStore:
-        """What the last block of each row says, and a row for padding. Raises ValueError for a model without blocks."""
+        """The last block of each row, and a row for padding. Raises ValueError for a model without blocks."""
         if self._blocks is None:
             raise ValueError("blocks of a model that has none")
         return self._blocks
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """All context pages of a row; `flush` copies new ones to the device. Raises ValueError for too many."""
+        """Set all context pages of a row; `flush` copies new ones to the device. Raises ValueError for too many."""
         known = self._num_known[row]
         if len(pages) > self._num_context:
             raise ValueError(f"{len(pages)} context pages in a row; it has room for {self._num_context}")
@@ -91,7 +91,10 @@ class DeviceMemory:
         self._num_known[row] = max(known, len(pages))
 
     def enter_pages(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """Queue a copy of another model's pages, from its place `place` on, to the row's table, unless left out."""
+        """Queue a copy of another model's pages to the row's table, except pages that are left out.
+
+        `place`: place of the first page in the other model's table.
+        """
         shift = self._shifts[row]
         left_out = max(shift + self._shape.sink_pages - place, 0) if shift else 0
         place += left_out - shift
@@ -99,12 +102,12 @@ class DeviceMemory:
         put(pages[left_out:], into.device, into=into)
 
     def update_pages(self, updates: Tensor) -> None:
-        """The same of updates int32 [U, 3], see kernels.kv_cache.update_pages; may be captured."""
+        """As `enter_pages`, for updates int32 [U, 3], see kernels.kv_cache.update_pages; may be captured."""
         update_pages(self.plan.page_tables, updates, self.shifts, self._shape.sink_pages)
 
     def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
-        """Queue the cut of a row, of which the other model has these pages: its table leaves out `shift` of them behind
-        its first tokens, which get pages of its own. 0 leaves out nothing."""
+        """Queue the cut of a row: its table leaves out `shift` of the other model's `pages` behind the first tokens,
+        which get pages of the row's own. 0 leaves out nothing."""
         if shift == self._shifts[row]:
             return
         self._shifts[row] = shift
@@ -116,25 +119,25 @@ class DeviceMemory:
             put(table, self.shifts.device, into=self.plan.page_tables[row, : len(table)])
 
     def sink_start(self, row: int) -> int:
-        """KV slot of the first token of a row that is cut; the others follow it."""
+        """Return the KV slot of a cut row's first token; those of the other first tokens follow it."""
         return self.region_start(row) + self._first_sink
 
     def forget(self, row: int) -> None:
-        """A row loses its pages and its block, and queued updates and moves of it are dropped."""
+        """Forget a row's pages and block, and drop its queued updates and moves."""
         self._num_known[row] = 0
         if self._blocks is not None:
-            # The next request's root may run before its features came, and would read what this one's block guessed.
+            # The next request's root may run before its features came, and would read this request's block.
             self._blocks.begins[row : row + 1].fill_(NOWHERE)
         self._updates = [update for update in self._updates if update[0] != row]
         self._moves = [move for move in self._moves if move[0] != row]
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """KV of tree slots moves to context positions `position`, ... with the next `flush`."""
+        """Queue a move of the KV of tree slots to context positions `position`, ...; the next `flush` launches it."""
         self._check_pages(row, position, position + len(slots))
         self._moves.append((row, slots, position))
 
     def flush(self) -> None:
-        """Queue new pages, and all moves in one launch."""
+        """Queue the copy of new pages, and all moves in one launch."""
         device = self.plan.page_tables.device
         if self._updates:
             update_pages(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
@@ -144,29 +147,29 @@ class DeviceMemory:
             self._moves = []
 
     def warm_up(self) -> None:
-        """Launch what `flush` launches, without effect."""
+        """Launch the kernels of `flush`, without effect."""
         nothing = put([-1] * 6, self.plan.page_tables.device)
         update_pages(self.plan.page_tables, nothing.view(2, 3))
         self.kv.move_pairs(nothing.view(3, 2))
 
     def context_slots(self, row: int, start: int, end: int) -> Int32s:
-        """KV slots of the row's context positions start .. end - 1. Raises ValueError where there are no pages."""
+        """Return the KV slots of a row's context positions start .. end - 1. Raises ValueError if pages are missing."""
         self._check_pages(row, start, end)
         return page_slots(self._host[row], self._shape.page_size, start, end)
 
     def region_start(self, row: int) -> int:
-        """KV slot of the row's tree slot 0; the others follow it."""
+        """Return the KV slot of the row's tree slot 0; those of the other tree slots follow it."""
         return self._first_region + row * self._region_stride
 
     def take_features(self, parts: Sequence[Any]) -> None:
-        """Queue the copy of a burst's features, of as many positions as it has seeds at most."""
+        """Queue the copy of a burst's features, at most as many positions as the burst has seeds."""
         if not parts or self.features is None:
             return
         end = self.first_given + sum(len(part) for part in parts)
         join_rows(parts, self.features[self.first_given : end, : self._shape.feature_size])
 
     def _move_pairs(self) -> Int32s:
-        """[N, 2] KV slots from and to which KV moves."""
+        """Return pairs of KV slots, from and to which KV moves: [N, 2]."""
         size = self._shape.page_size
         counts = [len(slots) for _, slots, _ in self._moves]
         rows = np.array([row for row, _, _ in self._moves], np.int32).repeat(counts)
@@ -185,7 +188,7 @@ class DeviceMemory:
 
 
 def working_on(device: torch.device) -> AbstractContextManager[None]:
-    """Device and inference mode for a thread. Finding them set takes a tenth of the time of setting them."""
+    """Set device and inference mode for a thread. Checking that both are set takes a tenth of the time of setting."""
     if torch.is_inference_mode_enabled() and (device.type != "cuda" or torch.cuda.current_device() == device.index):
         return nullcontext()
     return _enter(device)
@@ -198,7 +201,7 @@ def _enter(device: torch.device) -> Iterator[None]:
 
 
 def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Copy parts [N, feature_size], one behind the other, to `into`: one launch where they lie on its device."""
+    """Copy parts [N, feature_size], one behind the other, to `into`; in one launch if they lie on its device."""
     if len(parts) == 1:
         into.copy_(parts[0], non_blocking=True)
         return

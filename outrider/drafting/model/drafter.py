@@ -1,4 +1,4 @@
-"""A draft model with what runs it, and how its trees grow."""
+"""A draft model with its runner, and the options of how its trees grow."""
 
 from __future__ import annotations
 
@@ -16,81 +16,81 @@ if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner
 
 _STEADY_STEPS = 2
-"""Steps of a burst while trees survive: a commit waits for the burst that runs."""
+"""Steps of a burst while trees survive: a commit waits for the running burst."""
 _FRESH_STEPS = 4
-"""Steps of a burst after a miss: nothing is there yet, so depth counts."""
+"""Steps of a burst after a miss: the tree is empty, so depth counts."""
 _FIRST_STEPS = 2
-"""Steps of the first part after a miss where a burst goes on: verify gets its nodes while the device runs the next."""
+"""Steps of the first part after a miss if the burst goes on: verify gets nodes while the device runs the next part."""
 MAX_BURST_STEPS = 64
-"""Steps of all parts of a burst: many rounds of a large target, since the device is idle between two bursts."""
+"""Most steps in all parts of a burst: many rounds of a large target, since the device is idle between two bursts."""
 BRANCHING, LONE_BRANCHING = 8, 16
-"""Candidates of a node on a GPU, of several requests and of a lone one. More of them hold the target's token more
-often, and take the host time for each."""
+"""Candidates of a node on a GPU, with several requests and with a lone one. More candidates include the target's token
+more often, but each takes time of the host."""
 _FEW_ROWS = 4
-"""Requests of a burst at most whose parts may be a single step."""
+"""Most requests in a burst whose parts may be a single step."""
 PART_SECONDS = 0.0004
-"""The host's time for a part before any was measured."""
+"""The host's time for a part, before any was measured."""
 _MAX_PART_STEPS = 2
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
 _TURN_WIDTH = 2
 _TURN_MIN_CHANCE = 0.2
-"""Sum of the chances of the nodes of a step below which verify has waited long enough, however little a step takes
+"""A tree that verify waits for is complete once the chances of a step's nodes add up to less, however quick a step is
 (see TorchRunner)."""
 _BLOCK_NODES = 32
-"""Nodes of a lone request's tree of a block head on a GPU: about what a round takes. What is left of more of them below
-a commit is what the block before guessed, and a round that is launched with it brings less than a wait for the next."""
+"""Nodes of a lone request's tree of a block head on a GPU: about as many as a round takes. If there were more, the ones
+left below a commit would be guesses of an old block, and a round with them brings less than waiting for a new block."""
 _GPU_REGION = 256
 """Least region, in tree slots, of a runner on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthOptions:
-    """Figures of a burst growth."""
+    """Parameters of the growth with bursts."""
 
     max_positions: int
     """Longest sequence that is served."""
     vocab_size: int = ANY_TOKEN
-    """Sequences with token ids from here on are not served."""
+    """Sequences with token ids at or past this are not served."""
     steady_steps: int = _STEADY_STEPS
     fresh_steps: int = _FRESH_STEPS
     prompt_chunk: int = 128
-    """Prompt tokens of a request that are computed between two bursts."""
+    """Most prompt tokens that are computed between two bursts."""
     lockstep_steps: int = 0
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
     withholds: bool = False
-    """Whether nothing is sent to verify until such a tree is complete."""
+    """Whether nothing is sent to verify until a tree of `lockstep_steps` is complete."""
     min_chance: float = 0.0
-    """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
+    """A tree of `lockstep_steps` is also complete when the chances of a step's nodes add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH
-    """Nodes of such a step, of each request."""
+    """Nodes of each request in a step of such a tree."""
     most_steps: int = 0
-    """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
-    be told of; 0: it never does."""
+    """Most steps in all parts of a burst. A burst goes on, past commits that it can be told of, until something waits
+    for its end; with 0 it has one part."""
 
     renews_roots: bool = False
-    """Whether a root that was run before its features came is run again with them: a block head's."""
+    """Whether a root that was run before its features came is run again with them, as for a block head."""
     lone_nodes: int = 0
-    """Nodes that a lone request is sent after a commit at most, in one answer, once its root was run with the target's
-    features; nothing is run before. 0 grows ahead there, too."""
+    """Most nodes that a lone request is sent after a commit. They go in one answer once the root was run with the
+    target's features, and nothing is run before. 0 grows ahead for a lone request, too."""
 
     @property
     def takes_in(self) -> bool:
-        """Whether what other growers append becomes entries: that would end bursts which go on past commits."""
+        """Whether nodes of other growers become entries, which would end bursts that go on past commits."""
         return not self.most_steps
 
     def part_steps(self, num_rows: int, step_seconds: float = 0.0, host_seconds: float = PART_SECONDS) -> int:
-        """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them.
+        """Return the steps of a further part of a burst of `num_rows` requests, which last as long as the host's work.
 
-        `step_seconds`: what a step takes, 0 if that is not known.
+        `step_seconds`: time of a step, 0 if not known. `host_seconds`: the host's time for a part.
         """
         least = 1 if num_rows <= _FEW_ROWS else self.steady_steps
         return max(least, min(math.ceil(host_seconds / step_seconds), _MAX_PART_STEPS)) if step_seconds else least
 
     @classmethod
     def choose(cls, options: DraftOptions, shape: BurstShape, needs: Needs) -> GrowthOptions:
-        """What the options and the runner make of it."""
+        """Return the growth options for these options, this runner's shape, and the drafter's needs."""
         max_positions = needs.max_positions or options.max_positions
         on_gpu = shape.region >= _GPU_REGION
         alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
@@ -119,7 +119,7 @@ class GrowthOptions:
 
 @dataclass(frozen=True)
 class ModelDrafter(AnyDrafter):
-    """What the service knows of a draft model."""
+    """A draft model as the service knows it."""
 
     runner: BurstRunner
     sources: tuple[str, ...]
@@ -127,13 +127,13 @@ class ModelDrafter(AnyDrafter):
 
 
 def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
-    """What the thread is in that drafts: that of the model, if there is one."""
+    """Return the context manager for the drafting thread: the model runner's, if there is a model."""
     model = _model_of(drafter)
     return nullcontext() if model is None else model.runner.at_work()
 
 
 def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
-    """Maps verify's memory where a model runs that takes features; None where none does, or not on a GPU."""
+    """Return the mapper of verify's memory for a model on a GPU that takes features; None without such a model."""
     model = _model_of(drafter)
     return model.runner.memory_mapper() if model is not None and model.needs.feature_layers else None
 

@@ -1,4 +1,4 @@
-"""The candidates and nodes of all trees, in arrays, and which of them the pool of a burst holds."""
+"""The candidates and nodes of all trees in arrays, and their places in the pool of a burst."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.drafting.model.burst import Ints
 
 REFUSED = -2
-"""In place of a node's id: its author forbids it, and all below it."""
+"""Stands in place of a node's id: the author forbids the node, and all nodes below it."""
 DEAD = -np.inf
 """Path score of an entry that is in no tree any more."""
 
@@ -24,15 +24,15 @@ class Entries:
     Attributes:
         count: entries in use, the first ones of each array.
         columns: int32 [3, capacity], of which the next three are views.
-        rows: int32, the runner's row of its request.
-        tokens, positions: int32, the token and its position in the sequence.
-        parents: intp, entry of its parent; -1 for a root.
+        rows: int32, the runner's row of the entry's request.
+        tokens, positions: int32, the entry's token and its position in the sequence.
+        parents: intp, the parent's entry; -1 for a root.
         edges: float32, natural-log chance of the token after its parent.
-        scores: float64 [capacity + 1], path score from the root, at most 0, or DEAD; that of entry -1 is always DEAD.
-        ranks: float64, the path score where the entry may be run next: its parent was run, and it was not. Else -inf.
-        slots: int32, tree slot of its KV; -1 if it was not run.
-        nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if it forbids it.
-        may_have_children: bool, whether entries may hang below it though it was not run.
+        scores: float64 [capacity + 1], path score from the root, at most 0, or DEAD; always DEAD for entry -1.
+        ranks: float64, the path score if the entry may be run next: its parent was run, and itself was not. Else -inf.
+        slots: int32, tree slot of the entry's KV; -1 if the entry was not run.
+        nodes: int64, id in the author's tree; -1 if the entry is not in that tree, REFUSED if the author forbids it.
+        may_have_children: bool, whether entries may hang below this one although it was not run.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,15 +51,15 @@ class Entries:
 
     @property
     def room(self) -> int:
-        """Entries that fit."""
+        """Number of further entries that fit."""
         return self.capacity - self.count
 
     def append_children(
         self, parents: Ints, tokens: NDArray[np.int32], edges: NDArray[np.float32], bounds: Sequence[tuple[int, int]]
     ) -> None:
-        """Add candidates below entries that were run; below dead ones they are dead.
+        """Add candidates below entries that were run; candidates below dead entries are dead.
 
-        `bounds`: slices of the candidates; parents of a slice are entries from before or of the slices before it.
+        `bounds`: slices of the candidates; parents of a slice existed before the call or are in earlier slices.
         """
         first = self.count
         self.count = end = first + len(parents)
@@ -75,7 +75,7 @@ class Entries:
         self.ranks[first:end] = scores[first:end]
 
     def append_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> Ints:
-        """Add roots, and return them."""
+        """Add roots, and return their entries."""
         first = self.count
         self.count = end = first + len(rows)
         self.rows[first:end] = rows
@@ -89,7 +89,7 @@ class Entries:
         return np.arange(first, end)
 
     def append(self, parent: int, token: int, edge: float, node: int) -> int:
-        """Add one entry and return it. A child of a run entry may be run next."""
+        """Add one entry and return its index. If its parent was run, the entry may be run next."""
         entry = self.count
         self.count += 1
         self.rows[entry] = self.rows[parent]
@@ -104,12 +104,12 @@ class Entries:
         return entry
 
     def kill(self, entries: Ints) -> None:
-        """Entries leave their trees. All below them must be given, too."""
+        """Remove entries from their trees. All entries below them must be given, too."""
         self.scores[entries] = DEAD
         self.ranks[entries] = DEAD
 
     def compact(self) -> Ints:
-        """Drop dead entries; returns new indices [count before + 1], -1 for dropped entries and for the last."""
+        """Drop dead entries; returns new indices [count before + 1], -1 for dropped entries and in the last place."""
         count = self.count
         kept = np.flatnonzero(self.scores[:count] > DEAD)
         places = np.full(count + 1, -1, np.intp)
@@ -119,7 +119,7 @@ class Entries:
         self.columns[:, :end] = self.columns[:, kept]
         for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.may_have_children):
             column[:end] = column[kept]
-        # Unused indices keep the values of new entries.
+        # Unused indices must have the initial values of new entries.
         self.slots[end:count] = -1
         self.nodes[end:count] = -1
         self.may_have_children[end:count] = False
@@ -127,12 +127,12 @@ class Entries:
 
 
 class BurstCollector:
-    """The entries that the pool indices of a burst stand for, as long as entries keep their numbers."""
+    """Maps the pool indices of a burst to entries, as long as entries keep their numbers."""
 
     def __init__(self, seeds: Ints, num_indices: int, row: int = -1) -> None:
-        """`seeds` [N]: entry of each; -1 for an uncached token, whose candidates are dropped.
+        """`seeds` [N]: entry of each seed; -1 for an uncached token, whose candidates are dropped.
 
-        `num_indices`: pool indices that there may be. `row`: of all entries, if there is only one.
+        `num_indices`: most pool indices of the burst. `row`: row of all entries, if there is only one.
         """
         self.seeds = seeds
         self.row = row
@@ -145,7 +145,7 @@ class BurstCollector:
     def places(self) -> Ints:
         """[num_indices + 1] entry of each pool index, -1 for none; the last one stands for no index.
 
-        May be written to. It is made when the burst runs already.
+        May be written to. The array is made on first use, when the burst runs already.
         """
         places = np.full(self._num_indices + 1, -1, np.intp)
         places[: len(self.seeds)] = self.seeds
@@ -158,12 +158,12 @@ class BurstCollector:
         self.num_context_seeds += int(np.count_nonzero(entries < 0))
 
     def add_part(self, start: int, first: int, kept: Ints) -> None:
-        """A part brought entries `start`, `start` + 1, ...; their pool indices are `first` + `kept`."""
+        """Add entries `start`, `start` + 1, ... that a part brought; their pool indices are `first` + `kept`."""
         self.places[first:][kept] = np.arange(start, start + len(kept))
         self._parts.append((start, first, kept))
 
     def index_of(self, entry: int) -> int:
-        """Pool index of an entry, the newest if it was a seed more than once; -1 if it is not in the pool."""
+        """Return an entry's pool index, the newest if it was a seed more than once; -1 if it is not in the pool."""
         found = (self.seeds == entry).nonzero()[0]
         if len(found):
             return int(found[-1])

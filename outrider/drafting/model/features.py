@@ -1,4 +1,4 @@
-"""Features of the target on their way to a draft model: mapped memory or messages, kept until they are used."""
+"""Features of the target on their way to a draft model: read from mapped memory or messages, and kept until used."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _MAX_HANDLE_BYTES = 256
 
 
 class MappedMemory(Protocol):
-    """Memory of another process. Who reads stays within the size that it was mapped for."""
+    """Memory of another process. The caller must stay within the mapped size."""
 
     def read(self, offset: int, num_bytes: int) -> object:
-        """A copy, as bytes or as a tensor of bytes where the drafter works, complete when this returns."""
+        """Return a copy, as bytes or as a tensor of bytes on the drafter's device; complete when this returns."""
 
     def peek(self, offset: int, num_bytes: int) -> bytes:
-        """A copy on the host."""
+        """Return a copy on the host."""
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
 
 
 MemoryMapper = Callable[[bytes, int], MappedMemory]
-"""Maps so many bytes of another process by a handle. Raises OSError, RuntimeError or ValueError where it cannot."""
+"""Maps memory of another process, given a handle and a size in bytes. Raises OSError, RuntimeError or ValueError."""
 
 
 class RingReader:
-    """The ring of one features stream. The engine's thread reads and closes it."""
+    """The ring of one features stream. The engine's thread reads and closes the ring."""
 
     def __init__(self, memory: MappedMemory, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.broken = False
-        """Whether reading has failed; the stream that it belongs to is of no use any more."""
+        """Whether reading has failed, so that the ring's stream is of no use any more."""
         self._memory: MappedMemory | None = memory
 
     def read(self, offset: int, num_bytes: int) -> object:
-        """A copy of bytes in the ring. Raises ValueError for what lies outside, and what the memory raises."""
+        """Return a copy of bytes in the ring. Raises ValueError for bytes outside, and the memory's errors."""
         if self._memory is None or offset < 0 or num_bytes < 1 or offset + num_bytes > self.num_bytes:
             raise ValueError(f"{num_bytes} bytes at {offset} do not lie in a ring of {self.num_bytes} that is mapped")
         try:
@@ -55,16 +55,16 @@ class RingReader:
             raise
 
     def close(self) -> None:
-        """Unmap it; nothing is read any more."""
+        """Unmap the ring; it cannot be read any more."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
 
 
 def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
-    """Map a ring that verify offers; None, and features travel in messages, where that is not possible.
+    """Map a ring that verify offers. If that is not possible return None, and features travel in messages.
 
-    Both ends of it are read, to see that it is that ring and not shorter than verify says.
+    Both ends of the ring are read, to check that it is the offered ring and not shorter than verify says.
     """
     here = host_id()
     if not here or ring.host != here:
@@ -91,7 +91,7 @@ def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
 
 
 Read = Callable[[int, int], object]
-"""Reads a ring: offset and size to a copy, as bytes or as a tensor of bytes."""
+"""Reads a ring: takes offset and size, returns a copy as bytes or as a tensor of bytes."""
 
 
 @dataclass(slots=True)
@@ -99,26 +99,26 @@ class JoinedRows:
     """Rows of several pieces, one behind the other."""
 
     rows: object
-    """All of them, as `Features.rows` would be."""
+    """The rows of all pieces, in the form of `Features.rows`."""
     count: int
-    """Positions."""
+    """Number of positions."""
     projected: Any = None
-    """What the model made of them, once it has."""
+    """The model's projection of the rows, once it is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfRows:
-    """In place of `Features.rows`: some positions of rows that pieces share."""
+    """Stands in place of `Features.rows`: some positions of rows that pieces share."""
 
     joined: JoinedRows
     start: int
-    """Positions before these."""
+    """Index of the first position in `joined`."""
 
 
 def with_rows(pieces: Sequence[Features], row_bytes: int, read: Read | None) -> list[Features]:
-    """Pieces of a message with their rows; rows that follow each other are read, and later projected, at once.
+    """Return the pieces of a message with their rows; consecutive rows are read, and later projected, together.
 
-    `row_bytes`: of one position. `read` where there is a ring; raises what it raises.
+    `row_bytes`: bytes of one position. `read`: reads the ring, None if none is mapped; its errors are raised.
     """
     filled: list[Features] = []
     for run in _runs(pieces, row_bytes):
@@ -143,7 +143,7 @@ def with_rows(pieces: Sequence[Features], row_bytes: int, read: Read | None) -> 
 
 
 def _runs(pieces: Sequence[Features], row_bytes: int) -> list[list[Features]]:
-    """Groups of pieces that follow each other in the ring, or are all in the message."""
+    """Return groups of pieces that follow each other in the ring, or whose bytes are in the message."""
     runs: list[list[Features]] = []
     end: int | None = None  # in the ring
     for piece in pieces:
@@ -155,27 +155,27 @@ def _runs(pieces: Sequence[Features], row_bytes: int) -> list[list[Features]]:
 
 
 Join = Callable[[Sequence[Any]], Any]
-"""Makes one of parts [N, feature_size] that follow each other; see BurstRunner.join."""
+"""Joins consecutive parts [N, feature_size] into one; see BurstRunner.join."""
 
 _SMALL = 16
-"""Rows below which a part is small, and how many small parts in succession are joined."""
+"""A part with fewer rows is small; so many consecutive small parts are joined."""
 
 
 class PendingFeatures:
     """Features of a request that came and were not used yet: parts [N, feature_size] in order, without overlap.
 
-    A part may be a view of rows that came for many requests at once; many small parts are joined, which frees the rest.
+    A part may be a view of rows that came for many requests at once. Joining many small parts frees the other rows.
     """
 
     def __init__(self, join: Join) -> None:
         self._join = join
         self._parts: list[tuple[int, int, Any]] = []  # start, end, values
         self._unbroken_end = 0
-        """One past the last position of the unbroken run that begins with the first part, if there is one: a long
-        prompt has thousands of parts."""
+        """One past the last position of the unbroken run that begins with the first part, if there is one. Kept because
+        a long prompt has thousands of parts."""
 
     def add(self, start: int, values: Any, since: int) -> None:
-        """Keep features of positions `start`, ...; those before position `since` are dropped, held ones replaced."""
+        """Keep features of positions `start`, ...; drop those before `since`, and replace those that are held."""
         end, skipped = start + len(values), max(since - start, 0)
         start, values = start + skipped, values[skipped:]
         if start >= end:
@@ -193,7 +193,7 @@ class PendingFeatures:
         self._join_small()
 
     def end_from(self, start: int) -> int:
-        """One past the last position of an unbroken run of features from `start` on; `start` if there is none."""
+        """Return the end of the unbroken run of features from position `start` on; `start` if there is none."""
         if self._parts and self._parts[0][0] <= start < self._unbroken_end:
             return self._unbroken_end
         return self._walk(start)
@@ -206,7 +206,7 @@ class PendingFeatures:
         return end
 
     def cut(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
-        """First position and values of the parts that cover `start` to before `end`."""
+        """Yield first position and values of the parts that cover `start` to before `end`."""
         for first, past, values in self._parts:
             if first >= end:
                 return
@@ -215,14 +215,14 @@ class PendingFeatures:
                 yield low, values[low - first : high - first]
 
     def forget(self, position: int) -> None:
-        """Drop what lies before a position."""
+        """Drop parts that lie before a position."""
         while self._parts and self._parts[0][1] <= position:
             del self._parts[0]
         if self._parts and self._parts[0][0] >= self._unbroken_end:
             self._unbroken_end = self._walk(self._parts[0][0])
 
     def _join_small(self) -> None:
-        """Join the last parts if they are many, small, and follow each other."""
+        """Join the last parts if they are many, small and consecutive."""
         first = len(self._parts)
         begin = self._parts[-1][1]
         while first and self._parts[first - 1][1] == begin and begin - self._parts[first - 1][0] < _SMALL:

@@ -16,18 +16,18 @@ from outrider.drafting.model.kv import TreeSlots
 from outrider.tree.author import TreeAuthor
 
 _NO_FLOOR = -1e9
-"""Least floor of path scores; above DEAD."""
+"""Lowest floor of path scores; above DEAD."""
 _ROUNDING = 1e-3
 """Bound of the error of path scores in float32."""
 _MAX_DEAD = 512
-"""Dead entries that are kept however few others there are."""
+"""Dead entries that are kept, however few live ones there are."""
 
 _NO_ENTRY = -2
-"""An index that is no entry's parent; that of roots is -1."""
+"""An index that is no entry's parent; the parent of roots is -1."""
 
 
 def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
-    """[N] how many of the same group lie before each; `counts` are the sizes of all groups."""
+    """Return, for N items, how many earlier items are in the same group: [N]. `counts`: sizes of all groups."""
     order = groups.argsort(kind="stable")
     places = np.empty(len(groups), np.intp)
     places[order] = np.arange(len(groups)) - (counts.cumsum() - counts).repeat(counts)
@@ -35,27 +35,27 @@ def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
 
 
 class DraftForest:
-    """Entries of all trees and their tree slots. One row a request; every open row has a root entry.
+    """Entries of all trees and their tree slots. Each request has a row; every open row has a root entry.
 
     Path scores count from the row's root. An entry that was run has a slot, and so have its ancestors up to the root.
 
     Attributes:
         roots: intp [R], entry of the root; -1 for a row that is not open.
-        root_positions: int32 [R], its position in the sequence.
+        root_positions: int32 [R], position of the root in the sequence.
         num_run: intp [R], entries that were run, the root included.
-        quotas: intp [R], entries that may be run; 0 while the tree is not to grow.
+        quotas: intp [R], entries that may be run, the root included; 0 while the tree must not grow.
         last_positions: int32 [R], position of the deepest node that may be run.
-        shifts: float64 [R], path score of the root from the root that the burst under way was last told of.
+        shifts: float64 [R], path score of the root, counted from the root that the running burst was last told of.
     """
 
     def __init__(self, shape: BurstShape, floor: float, max_entries: int) -> None:
-        """`floor`: least path score of a node worth growing. `max_entries`: of all trees."""
+        """`floor`: least path score of a node worth growing. `max_entries`: most entries in all trees."""
         rows = shape.num_rows
         self.entries = Entries(max_entries)
         self.slots = TreeSlots(rows, shape.region)
         self.floor = max(floor, _NO_FLOOR)
-        # Entries below the floor are kept, for they may pass it once the root has moved; not if their edge alone is
-        # below it. The device shifts scores in float32, so it may run a child whose edge is just below.
+        # Entries below the floor are kept, since they may pass it once the root has moved, but not if their edge alone
+        # is below it. The device shifts scores in float32, so it may run a child whose edge is just below.
         self._least_edge = self.floor - _ROUNDING
         self.roots = np.full(rows, -1, np.intp)
         self.root_positions = np.zeros(rows, np.int32)
@@ -64,14 +64,14 @@ class DraftForest:
         self.last_positions = np.zeros(rows, np.int32)
         self.shifts = np.zeros(rows)
         self.has_foreign_nodes = False
-        """Whether other growers append to the trees, so that candidates of a burst may be entries already."""
+        """Whether candidates of a burst may be entries already, for instance because other growers append nodes."""
 
     def set_root(self, row: int, token: int, position: int, node: int) -> None:
-        """A tree begins with its root, which is node `node` of the author. No burst may be pending."""
+        """Begin a tree with its root, which is node `node` of the author. No burst may be pending."""
         self.set_roots(np.array([row]), [token], np.array([position]), [node])
 
     def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
-        """The same for several rows."""
+        """As `set_root`, for several rows."""
         self.make_room(len(rows))
         self.roots[rows] = self.entries.append_roots(rows, tokens, positions, nodes)
         self.root_positions[rows] = positions
@@ -86,9 +86,9 @@ class DraftForest:
         self.quotas[row] = 0
 
     def choose(self, limit: int, *, beyond: bool = False) -> Ints:
-        """The best entries that may be run next, at most `limit`, the best first.
+        """Return the best entries that may be run next, at most `limit`, best first.
 
-        `beyond`: also entries below the floor or beyond a quota, which a commit may make worth running.
+        `beyond`: include entries below the floor or beyond a quota, which a commit may make worth running.
         """
         entries, ranks = self.entries, self.entries.ranks[: self.entries.count]
         found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
@@ -113,7 +113,7 @@ class DraftForest:
         return found[places_within(rows, counts) < left[rows]]
 
     def best_unrun(self) -> NDArray[np.float64]:
-        """[R] path score of each tree's best entry that may be run next; DEAD if there is none."""
+        """Return the path score of each tree's best entry that may be run next: [R], DEAD if there is none."""
         entries = self.entries
         best = np.full(len(self.roots), DEAD)
         found = (entries.ranks[: entries.count] >= self.floor).nonzero()[0]
@@ -124,7 +124,7 @@ class DraftForest:
         return best
 
     def merge(self, collector: BurstCollector, result: BurstResult) -> None:
-        """Take in the result of a burst or of its next part; there must be room for all of it."""
+        """Take in the result of a burst or of its next part; there must be room for all its candidates."""
         entries, first, start = self.entries, result.first, self.entries.count
         num_steps, width, branching = result.tokens.shape
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
@@ -152,7 +152,7 @@ class DraftForest:
             self._ran(nodes, slots, collector.row)
 
     def adopt(self, row: int, author: TreeAuthor, first: int) -> None:
-        """Nodes that other growers appended to a row's author, from id `first` on, become entries if there is room."""
+        """Add entries for nodes that other growers appended to a row's author, from id `first` on, if there is room."""
         if not self.make_room(author.num_live):
             return
         self.has_foreign_nodes = True
@@ -175,7 +175,7 @@ class DraftForest:
             known[node_id] = entry
 
     def make_room(self, count: int) -> bool:
-        """Make room for so many entries: drop dead ones, then the least promising; False if that is not enough."""
+        """Make room for `count` entries: drop dead ones, then the least promising; False if that is not enough."""
         if self.entries.room >= count:
             return True
         self._compact()
@@ -195,10 +195,10 @@ class DraftForest:
     def _find_known(
         self, result: BurstResult, picked: Int32s, tokens: Int32s, keep: NDArray[np.bool_], places: Ints
     ) -> None:
-        """Map candidates that were entries before the burst to those, and clear them in `keep`."""
+        """Map candidates that were entries before the burst to these entries, and clear them in `keep`."""
         entries, count, branching = self.entries, self.entries.count, result.tokens.shape[2]
         asked = np.zeros(len(picked), np.bool_)
-        while True:  # once for each level of the tree as it was
+        while True:  # once for each level of the tree from before
             above = places[picked]
             more = ((above >= 0) & (entries.may_have_children[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[
                 0
@@ -224,7 +224,7 @@ class DraftForest:
             places[offered + result.first] = matches
 
     def _ran(self, nodes: Ints, slots: Int32s, row: int = -1) -> None:
-        """Entries were run in these slots. Slots of dead ones are freed.
+        """Note that entries were run in these slots. Slots of dead entries are freed.
 
         `nodes` are -1 where nothing was run. `row`: see BurstCollector.
         """
@@ -246,10 +246,10 @@ class DraftForest:
         entries.ranks[nodes] = DEAD
 
     def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
-        """`_ran` where entries may have been run before, and may have had children.
+        """As `_ran`, but entries may have been run before, and may have children.
 
-        Only below a block head's root that is run again is something run again. It attends to no tree node, so a node
-        may move: its children are to take what it leaves to them now.
+        Entries are run again only below a block head's root that is run again. Its nodes attend to no tree node, so a
+        node may move to another slot. Its children must take the state that it leaves in that slot.
         """
         entries = self.entries
         alive = entries.scores[nodes] > DEAD
@@ -267,7 +267,7 @@ class DraftForest:
             self._admit_children(before)
 
     def _admit_children(self, parents: Ints) -> None:
-        """Children that entries had before they were run may be run now."""
+        """Let children run that entries had before they were run themselves."""
         entries, count = self.entries, self.entries.count
         wanted = np.zeros(count + 1, np.bool_)
         wanted[parents] = True
@@ -279,7 +279,7 @@ class DraftForest:
         self.roots = places[self.roots]
 
     def _evict(self, count: int) -> None:
-        """Drop `count` entries without KV that are not in the author's tree, the least promising first."""
+        """Drop up to `count` entries without KV that are not in the author's tree, the least promising first."""
         entries = self.entries
         end = entries.count
         idle = (entries.slots[:end] < 0) & (entries.nodes[:end] < 0) & (entries.parents[:end] >= 0)
@@ -298,24 +298,24 @@ class RerootStep:
     node: int
     """Id of the new root in the author's tree."""
     restarted: bool
-    """Whether the author began a new epoch: verify knows no node."""
+    """Whether the author began a new epoch, in which verify knows no nodes."""
     discards: bool = False
-    """Whether nothing below the new root is kept."""
+    """Whether to keep nothing below the new root."""
 
 
 @dataclass(slots=True)
 class RerootResult:
-    """What became of a RerootStep."""
+    """The result of a RerootStep."""
 
     slots: list[int]
-    """Tree slots of the old root and of the committed tokens behind it whose nodes were found, the new root not
-    included; -1 for one that was not run. Slots of committed nodes stay live; the caller frees them."""
+    """Tree slots of the old root and of the committed tokens behind it whose nodes were found, without the new root; -1
+    for a node that was not run. Slots of committed nodes stay live; the caller frees them."""
     found: bool
-    """Whether the new root was in the tree; else it is a new entry."""
+    """Whether the new root is the node of the old tree, with its children; else it is a new entry."""
 
 
 def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResult]:
-    """Re-root trees of different rows along committed tokens; nodes off the path are dead afterwards."""
+    """Re-root trees of different rows along committed tokens; afterwards, nodes off the path are dead."""
     entries, touched = forest.entries, _entries_of(forest, steps)
     parents = entries.parents[touched]
     # Entries that may have children.
@@ -339,7 +339,7 @@ def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResul
 
 
 def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
-    """Whether the tree of a row holds the path along these tokens."""
+    """Whether the tree of a row has the path along these tokens."""
     entries, count, above = forest.entries, forest.entries.count, int(forest.roots[row])
     for token in tokens:
         below = (entries.parents[:count] == above).nonzero()[0]
@@ -351,7 +351,7 @@ def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
 
 
 def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
-    """[T] live entries of the trees of these steps, ascending."""
+    """Return the T live entries of the trees of these steps, ascending."""
     entries, count = forest.entries, forest.entries.count
     alive = entries.scores[:count] > DEAD
     if len(steps) < np.count_nonzero(forest.roots >= 0):
@@ -362,7 +362,7 @@ def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
 
 
 def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: RerootStep) -> tuple[list[list[int]], list[int]]:
-    """`_walk_many` for a single step, with few calls of numpy."""
+    """As `_walk_many`, for a single step and with few numpy calls."""
     entries, last = forest.entries, -1
     path = [int(forest.roots[step.row])]
     for token in step.tokens:
@@ -384,10 +384,7 @@ def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: RerootSte
 def _walk_many(
     forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[RerootStep]
 ) -> tuple[list[list[int]], list[int]]:
-    """Of each step the tree slots of `RerootResult` and the place of the new root, or -1.
-
-    Places are those among the touched entries.
-    """
+    """Return, for each step, `RerootResult.slots` and the place of the new root among the touched entries, or -1."""
     stepped = np.array([step.row for step in steps])
     lengths = np.array([len(step.tokens) for step in steps])
     paths = _walk(forest, touched, parents, steps, int(lengths.max()))[stepped]
@@ -397,7 +394,7 @@ def _walk_many(
 
 
 def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[RerootStep], longest: int) -> Ints:
-    """[R, longest + 1] entries along the tokens of each row's step, its root first; -1 where there are none."""
+    """Return the entries along the tokens of each row's step, root first: [R, longest + 1], -1 where there is none."""
     entries, num_rows = forest.entries, len(forest.roots)
     tokens, rows = entries.tokens[touched], entries.rows[touched]
     wanted = np.full((longest, num_rows), -1, np.int32)
@@ -407,7 +404,7 @@ def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Rer
     paths[:, 0] = forest.roots
     above = forest.roots.copy()
     for depth in range(longest):
-        # Rows whose walk is over look for children of no entry.
+        # Rows whose walk has ended have _NO_ENTRY here, which has no children.
         below = (parents == above[rows]).nonzero()[0]
         below = below[tokens[below] == wanted[depth, rows[below]]]
         if not len(below):
@@ -420,7 +417,7 @@ def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Rer
 
 
 def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]:
-    """Tree slots of the committed entries above the new roots; they stay live."""
+    """Take the tree slots off the committed entries above the new roots, and return them; the slots stay live."""
     above = (paths >= 0) & (np.arange(paths.shape[1]) < lengths[:, None])
     flat = paths[above]
     slots = entries.slots[flat].tolist()
@@ -430,24 +427,24 @@ def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]
 
 
 def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[int]) -> NDArray[np.bool_]:
-    """[T] which of the touched entries are neither new roots, at the places `where`, nor hang below one.
+    """Return a mask [T] of the touched entries that are neither new roots, at places `where`, nor below one.
 
-    `inner`: entries that may have children, which are few; the others share their parent's fate.
+    `inner`: mask of entries that may have children, which are few; the others share their parent's fate.
     """
     if not where:
         return np.ones(len(touched), np.bool_)
     inner[where] = True
     those = touched[inner]
     count = len(those)
-    places = np.empty(int(touched[-1]) + 2, np.intp)  # of inner entries among each other; the last is nobody's
+    places = np.empty(int(touched[-1]) + 2, np.intp)  # among inner entries; the last is for no entry
     places[-1] = count
     places[those] = np.arange(count)
-    # Of each the parent, then its grandparent, then that of four levels up, ...; `count`, more than levels, is nobody.
+    # For each inner entry its ancestor 1, then 2, then 4 levels up, ...; `count` stands for no entry.
     above = places[parents]
     ups = np.empty(count + 1, np.intp)
     ups[:count], ups[count] = above[inner], count
     tops = places[touched[where]]
-    ups[tops] = tops  # here all ways end that do not lead to nobody
+    ups[tops] = tops  # new roots: every other path up ends at no entry
     for _ in range(count.bit_length()):
         ups = ups[ups]
     dead: NDArray[np.bool_] = ups[above] == count
@@ -464,7 +461,7 @@ def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
 
 
 def _rebase(forest: DraftForest, alive: Ints, steps: Sequence[RerootStep], roots: list[int], found: list[bool]) -> None:
-    """Shift path scores of the survivors to their new roots, where these were `found`, and count what was run."""
+    """Shift path scores of the survivors to their new roots, if those were `found`, and count the entries run."""
     entries, num_rows = forest.entries, len(forest.roots)
     bases = [float(entries.scores[root]) if there else 0.0 for root, there in zip(roots, found, strict=True)]
     ran = entries.slots[alive] >= 0

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner
 
 _MIN_FORCED_TOKENS = 7
-"""Uncached tokens of a request that a burst always computes: a forward apart delays the burst."""
+"""Uncached tokens of a request that a burst can always compute: a separate forward would delay the burst."""
 _MAX_STALE_TOKENS = 6
-"""Uncached tokens without final KV that a burst under way is given, which is after about two commits."""
+"""Uncached tokens without final KV at which the running burst is told to run them; about two commits bring so many."""
 _MIN_MOVE_ALONG = 8
-"""Uncached tokens that are moved when others are, so that no burst ends for them a few rounds later."""
+"""Uncached tokens to move along when others' are moved, so that no burst ends for them a few rounds later."""
 
 
 class TreeSlots:
-    """The tree regions of R rows. A slot is free, taken, leased to the burst that runs, or live.
+    """The tree regions of R rows. A slot is free, taken, leased to the running burst, or live.
 
     Attributes:
         live: bool [R, region].
@@ -49,16 +49,16 @@ class TreeSlots:
         self._flat_live = self.live.reshape(-1)
 
     def take(self, row: int, count: int) -> list[int]:
-        """Take free slots, of which there are enough; they become live when they are filled."""
+        """Take free slots; the row must have enough. They become live when they are filled."""
         left = int(self.num_free[row]) - count
         self.num_free[row] = left
         taken: list[int] = self.stacks[row, left : left + count].tolist()
         return taken
 
     def lease(self, rows: Ints, counts: Ints) -> tuple[Int32s, Int32s]:
-        """Lease free slots to a burst, at most `counts` of each row, of which it fills some.
+        """Lease free slots to a burst, at most `counts` of each row; the burst fills some of them.
 
-        Returns where those of each row begin and end in `stacks`, as they are by now.
+        Returns where the leased slots of each row begin and end in `stacks`, as `stacks` is now.
         """
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0).astype(np.int32)
@@ -68,9 +68,9 @@ class TreeSlots:
         return starts, ends
 
     def lease_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
-        """Lease further slots to the burst that runs: free by now, or freed by commits that it is told of with them.
+        """Lease further free slots to the running burst, which is told of the commits that freed them at the same time.
 
-        `counts`: slots of each row that may be leased at most, those included that are leased and not filled.
+        `counts`: most leased slots of each row, including those that are leased already and not filled.
         """
         found = []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
@@ -90,7 +90,7 @@ class TreeSlots:
         return self._leased_bytes.find(1, first, first + self.region) >= 0
 
     def fill(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
-        """A burst filled these slots, which are live now. `rows` may be one row for all."""
+        """Make slots live that a burst filled. `rows` may be one row for all."""
         if isinstance(rows, int):
             self._leased[rows][slots] = False
             self.live[rows][slots] = True
@@ -100,20 +100,20 @@ class TreeSlots:
         self._flat_live[places] = True
 
     def free_dead(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
-        """A burst filled these slots with nodes that are dead by now. `rows` may be one row for all."""
+        """Free slots that a burst filled with nodes that are dead now. `rows` may be one row for all."""
         self._leased[rows, slots] = False
         self.free(rows, slots)
 
     def take_back(self, rows: NDArray[np.integer[Any]]) -> None:
-        """End the leases of rows, ascending: what the burst did not fill is free."""
-        places, slots = self._leased[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
+        """End the leases of rows, given in ascending order: slots that the burst did not fill are free."""
+        places, slots = self._leased[rows, ::-1].nonzero()  # the lowest slot of each row comes out first next time
         self._leased[rows] = False
         self._push(rows[places], self.region - 1 - slots)
 
     def free(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
-        """Free live or taken slots. A burst that runs may still read them until it is told of what freed them.
+        """Free live or taken slots. `rows` may be one row for all.
 
-        `rows` may be one row for all.
+        The running burst may still read the slots until it is told of the commit that freed them.
         """
         if isinstance(rows, int):
             self.live[rows][slots] = False
@@ -124,14 +124,14 @@ class TreeSlots:
         self._push(rows[order], slots[order])
 
     def reset(self, row: int) -> None:
-        """All slots of a row are free."""
+        """Free all slots of a row."""
         self.live[row] = False
         self._leased[row] = False
         self.num_free[row] = self.region
         self.stacks[row] = np.arange(self.region - 1, -1, -1)
 
     def _push(self, rows: NDArray[np.integer[Any]], slots: NDArray[np.integer[Any]]) -> None:
-        """Slots of rows in ascending groups are free."""
+        """Push free slots; `rows` are in ascending groups."""
         if len(rows) and rows[0] == rows[-1]:
             self._push_of(int(rows[0]), slots)
             return
@@ -155,63 +155,63 @@ class DeclinedError(Exception):
 
 
 class ContextKVManager:
-    """Owns the context pages. Methods raise DeclinedError where no page is free, and what the runner raises."""
+    """Owns the context pages. Methods raise DeclinedError if no page is free, and the runner's errors."""
 
     def __init__(self, runner: BurstRunner, slots: TreeSlots, options: GrowthOptions) -> None:
         shape = runner.shape
         self.pool = PagePool(shape.num_pages, shape.page_size)
         self.context_lens = np.zeros(shape.num_rows, np.int32)
-        """Places of the context of each row."""
+        """Number of context places of each row."""
         self.num_extended = 0
-        """Tokens computed outside of bursts since someone set this to 0."""
+        """Tokens computed outside of bursts since this was last set to 0."""
         self._forced_limit = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
         self.max_forced = self._forced_limit
-        """Uncached tokens of a request that a burst computes; more are computed in a forward apart."""
+        """Most uncached tokens of a request that a burst computes; more are computed in a separate forward."""
         self._num_open = 0
         self._runner = runner
         self._slots = slots
         self._max_uncached = shape.region // 8
-        # A move is a launch: where launches are what bursts wait for, several commits share one.
+        # A move is a launch. Where bursts wait for launches, several commits share one.
         self._min_move = self._max_uncached * 7 // 8 if options.most_steps else 1
         self._freed_rows: list[int] = []
         self._freed_slots: list[int] = []
 
     def open(self, context: DraftContext) -> None:
-        """A request begins in its row, with pages for all of its tokens so far.
+        """Begin a request in its row, with pages for all of its tokens so far.
 
-        Were they taken chunk by chunk, prompts that do not fit together would all find none in the middle.
+        If pages were taken chunk by chunk, prompts that do not fit together would all run out of pages midway.
         """
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
         self._runner.open(context.row, context.tree.author.sampling)
-        # Bursts may read the first tokens of a context that is cut before their features come, if they ever do.
+        # Bursts may read the first tokens of a cut context before the features of these come, if they ever do.
         self._reserve(context, context.kv_len + len(context.uncached))
 
     def close(self, context: DraftContext) -> None:
-        """A request ended; its pages are free."""
+        """End a request and free its pages."""
         self.pool.release(context.pages)
         context.pages = []
         self._share_bursts(-1)
         self._runner.close(context.row)
 
     def is_full(self, context: DraftContext) -> bool:
-        """Whether a burst should end so that KV of uncached tokens can be moved."""
+        """Whether a burst should end so that a request's KV of uncached tokens can be moved."""
         return len(context.uncached) >= self._min_move
 
     def has_stale_kv(self, context: DraftContext) -> bool:
-        """Whether KV of many uncached tokens is to be computed again from the target's features."""
+        """Whether the KV of many uncached tokens must be computed again from the target's features."""
         if not context.lag or len(context.uncached) < _MAX_STALE_TOKENS:
             return False
         return sum(not one.is_final for one in context.uncached) >= _MAX_STALE_TOKENS
 
     def move_final(self, context: DraftContext, *, along: bool = False) -> None:
-        """Move final KV of uncached tokens to the context, if there is enough; then call `free_slots`.
+        """Move final KV of uncached tokens to the context, if there is enough. The caller then calls `free_slots`.
 
-        `along`: KV of other requests is moved now, so that less is enough.
+        `along`: other requests' KV is moved now, so a smaller number is enough.
         """
         if len(context.uncached) < (min(self._min_move, _MIN_MOVE_ALONG) if along else self._min_move):
             return
-        # Tokens whose features of the target are here will be run with them. A block head has no KV without features.
+        # Tokens whose target features are here will be run with them. A block head has no KV without features.
         accept_own = len(context.uncached) > self._max_uncached and context.feature_end <= context.end
         accept_own = accept_own and not context.renews_root
         first = context.kv_len
@@ -223,7 +223,7 @@ class ContextKVManager:
         self._advanced(context, slots)
 
     def num_extendable(self, context: DraftContext) -> int:
-        """Uncached tokens that should be computed in a forward apart before anything else of the request."""
+        """Return how many uncached tokens should be computed in a separate forward before the request's other work."""
         if context.num_sinks:
             return context.num_sinks
         num_uncached = len(context.uncached)
@@ -235,8 +235,8 @@ class ContextKVManager:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
-        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them. No more are looked at
-        # than tree slots can hold, though a prompt may have a hundred thousand.
+        # Tokens behind the last one that lacks KV are moved, which is one launch for dozens. The scan stops early: a
+        # prompt may have a hundred thousand tokens.
         lacking = (index for index in range(covered) if context.uncached[index].lacks_kv)
         if sum(1 for _ in islice(lacking, self.max_forced + 1)) <= self.max_forced:
             return 0
@@ -245,9 +245,9 @@ class ContextKVManager:
     def extend(
         self, contexts: Iterable[DraftContext], limit: int
     ) -> tuple[list[DraftContext], list[tuple[DraftContext, Exception]]]:
-        """Compute up to `limit` of those tokens of all requests, first come first served, in one call of the runner.
+        """Compute up to `limit` of the tokens that `num_extendable` counts, in one call of the runner, in order.
 
-        Returns which were served, and which failed of what.
+        Returns the requests that were served, and those that failed with their errors.
         """
         served: list[DraftContext] = []
         failed: list[tuple[DraftContext, Exception]] = []
@@ -262,7 +262,7 @@ class ContextKVManager:
                 self._reserve(context, context.kv_len + count)
             except Exception as error:
                 failed.append((context, error))
-                break  # the others may need no more than it leaves
+                break  # once this one is closed, its pages may be enough for the others
             extents.append(self._extent(context, count))
             served.append(context)
             limit -= count
@@ -289,7 +289,7 @@ class ContextKVManager:
         gap, first, features = context.cut.gap, context.end, context.features
         start = first
         if context.num_sinks and context.sinks is not None:
-            # The first tokens of a context that is cut.
+            # The first tokens of a cut context.
             first, features = context.lag, context.sinks
             start = first + gap
         tokens = context.tree.author.tokens[first : first + count]
@@ -297,9 +297,9 @@ class ContextKVManager:
         return Extent(context.row, tokens, start, parts, gap)
 
     def _share_bursts(self, more: int) -> None:
-        """Give each request an even share of a burst, `more` requests being open.
+        """Give each request an even share of a burst, after `more` requests were opened (negative: closed).
 
-        With features every committed token is run once more; what does not fit would keep other requests out.
+        With features, every committed token is run once more. A larger share would keep other requests out of a burst.
         """
         self._num_open += more
         if self._runner.shape.lag:

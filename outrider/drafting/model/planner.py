@@ -1,4 +1,4 @@
-"""Lays out a burst from a forest, and takes what comes of it back."""
+"""Lays out bursts from a forest, and takes their results back into it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from outrider.drafting.model.forest import DraftForest
 from outrider.drafting.model.kv import ContextKVManager
 
 _WIDTH_FACTOR, _FRESH_WIDTH_FACTOR = 2, 4
-"""Nodes of a step for each request, as a multiple of a node's candidates; the second after a miss."""
+"""Nodes of a step for each request, as a multiple of a node's candidates; the second value is for after a miss."""
 _MAX_STEP_NODES = 32
-"""Nodes of a step at most for few requests: 64 take a quarter longer than 32, and depth is worth more."""
+"""Most nodes of a step for few requests: 64 take a quarter longer than 32, and depth is worth more."""
 _STEP_NODES_PER_ROW = 4
-"""Nodes of a step for each of many requests."""
+"""Most nodes of a step for each of many requests."""
 _SPREAD_STEPS = 4
-"""Steps in which what there is to run spreads from a root to the width of a step."""
+"""Steps until the nodes to run have spread from a root to the width of a step."""
 _FULL_STEP_PART = 4
-"""A burst goes on while a step finds a fourth of the nodes that it may run: narrower steps are hardly faster."""
+"""A burst goes on while a step fills a fourth of its width: narrower steps are hardly faster."""
 _MAX_EVEN_SHARES = 4
-"""Tree slots of a burst that a request may fill, as a multiple of its even share."""
+"""Most tree slots of a burst that a request may fill, as a multiple of its even share."""
 _RESERVED_SEED_PART = 3
 """A burst that goes on keeps a third of its seeds for tokens that are not committed yet."""
 
@@ -50,27 +50,27 @@ class ForcedTokens:
 
     context: DraftContext
     indices: list[int]
-    """Of each in `uncached`, in order; the root's is one past the last."""
+    """Index of each token in `DraftContext.uncached`, ascending; the root's is one past the last."""
     slots: list[int]
-    """Tree slot of each."""
+    """Tree slot of each token."""
     taken: list[bool]
-    """Whether the slot was free before."""
+    """Whether each token's slot was free before."""
     num_with_features: int
-    """How many of them, from the first on, are run with the target's features."""
+    """How many tokens, from the first on, are run with the target's features."""
     first: int
-    """Pool index of the first; the others follow it."""
+    """Pool index of the first token; the others follow it."""
     ran: list[bool] = field(default_factory=list)
-    """Whether a part that landed ran it, of each."""
+    """Whether a part that landed has run each token."""
 
     @property
     def has_root(self) -> bool:
-        """Whether the root is among them."""
+        """Whether the root is among the tokens."""
         return self.indices[-1] == len(self.context.uncached)
 
     def note(self, picked: AbstractSet[int]) -> bool:
-        """Note which of them a part ran, from the pool indices of its nodes; returns whether all were run by now.
+        """Note which tokens a part ran, given the pool indices of its nodes; returns whether all were run by now.
 
-        A token that takes its parent's own feature is run a step after the parent.
+        A token that takes the feature computed at its parent is run a step after the parent.
         """
         self.ran = [ran or self.first + place in picked for place, ran in enumerate(self.ran)]
         return all(self.ran)
@@ -79,10 +79,10 @@ class ForcedTokens:
 def take_forced(
     forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int, *, cuts: bool = False
 ) -> list[ForcedTokens]:
-    """What these requests need run, at most `limit` seeds in all, from pool index `first` on. Takes tree slots.
+    """Return the tokens that these requests need run: at most `limit` seeds, from pool index `first` on.
 
-    A request that does not fit is left out. `cuts`: no burst takes more than `limit`, so that of a request that needs
-    more the first tokens are taken, if all of those have the target's features.
+    Takes tree slots. A request that does not fit is left out. `cuts`: no burst takes more than `limit` seeds, so if a
+    request needs more, only its first tokens are taken, provided that those have the target's features.
     """
     forced: list[ForcedTokens] = []
     if not contexts:
@@ -111,9 +111,9 @@ def take_forced(
 def encode_forced(
     forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s
 ) -> tuple[Int32s, Ints, list[object]]:
-    """Forced seeds as a burst takes them; `index` is the place in the burst of each row.
+    """Return forced seeds in the format of a burst; `index` has each row's place in the burst.
 
-    Fields [8, N], see Seeds; [N] entry of each root, -1 for other tokens, which are no entries; see Burst.features.
+    Returns fields [8, N], see Seeds; entries [N] of roots, -1 for other tokens, which have none; see Burst.features.
     """
     rows: list[int] = []
     parents: list[int] = []
@@ -121,7 +121,7 @@ def encode_forced(
     positions: list[int] = []
     slots: list[int] = []
     features: list[int] = []
-    roots: list[int] = []  # where each root lies among the seeds
+    roots: list[int] = []  # places of the roots among the seeds
     parts: list[object] = []
     num_features = 0
     for one in forced:
@@ -155,7 +155,7 @@ def encode_forced(
 
 
 def land_forced(forest: DraftForest, one: ForcedTokens) -> None:
-    """Note what was run of a request's tokens, and free the slots that were taken for the others."""
+    """Note which of a request's forced tokens were run, and free the slots that were taken for the others."""
     context, root = one.context, len(one.context.uncached)
     context.root_in_burst = False
     unused: list[int] = []
@@ -173,7 +173,7 @@ def land_forced(forest: DraftForest, one: ForcedTokens) -> None:
 
 
 def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
-    """First position and one past the last of each unbroken run of features that forced tokens take."""
+    """Yield the first position, and one past the last, of each unbroken run of features that forced tokens take."""
     start = one.context.end - 1
     taking = one.indices[: one.num_with_features]
     for place, index in enumerate(taking):
@@ -185,39 +185,39 @@ def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True)
 class BurstPlan:
-    """A burst, and what is needed to understand its result."""
+    """A burst, and what is needed to interpret its result."""
 
     burst: Burst
     rows: list[int]
-    """Of the runner, those of `burst.rows`."""
+    """Rows of the runner, in the order of `burst.rows`."""
     forced: list[ForcedTokens]
     """Forced tokens of requests of which some were not run yet."""
     collector: BurstCollector
     """Entries by pool index."""
     most_steps: int
-    """Steps of all parts at most."""
+    """Most steps of all parts."""
     slot_limit: int
-    """Tree slots that a request may have leased and not filled at any time."""
+    """Most tree slots that a request may have leased and not filled at any time."""
     num_leased: int
-    """Tree slots leased to it so far."""
+    """Tree slots leased to the burst so far."""
     queued_steps: int
     landed_steps: int = 0
     num_nodes: int = 0
     """Nodes that landed parts ran."""
     contexts: list[DraftContext] = field(default_factory=list)
-    """Requests of all that is or was in `forced`."""
+    """Requests of all tokens that are or were in `forced`."""
     is_full: bool = True
-    """Whether the last step that landed found so many nodes that further steps are worth it."""
+    """Whether the last step that landed ran enough nodes to make further steps worth it."""
     rerooted_rows: set[int] = field(default_factory=set)
-    """Rows of the runner with new roots that the device is told of with the next part."""
+    """Rows of the runner with new roots, which the device is told of with the next part."""
     closed_rows: set[int] = field(default_factory=set)
-    """Rows that were closed, likewise."""
+    """Rows of the runner that were closed, which the device is told of with the next part."""
     spreads_from: int = 0
-    """The step at which the device was last told of a root, below which there are few nodes to run at first."""
+    """The step at which the device was last told of a new root; at first, few nodes below that can be run."""
 
 
 class Planner:
-    """Lays out what a burst runs, and takes its results into forest and contexts."""
+    """Lays out bursts, and takes their results into forest and contexts."""
 
     def __init__(
         self,
@@ -227,20 +227,20 @@ class Planner:
         shape: BurstShape,
         options: GrowthOptions,
     ) -> None:
-        """`contexts` by row of the runner; its owner keeps it up to date."""
+        """`contexts`: requests by row of the runner; the caller keeps the mapping up to date."""
         self._kv_manager = kv_manager
         self._forest = forest
         self._contexts = contexts
         self._shape = shape
         self._options = options
         self._buckets = StepBuckets(shape)
-        self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
+        self._index = np.zeros(shape.num_rows, np.int32)  # each row's place in the burst
 
     def needs_run(self, context: DraftContext) -> bool:
-        """Whether the root, or uncached tokens with the target's features, are to be run and can be.
+        """Whether the root, or uncached tokens with the target's features, must be run and can be.
 
-        A root that was run with the draft's own feature is not run again while it is the root: its children are there
-        already, and running it would take the place of a whole burst. A block head's is: its block is new.
+        A root that was run with the draft's own feature is not run again while it is the root: it has its children
+        already, and the run would replace a whole burst. A block head's root is run again, which gives a new block.
         """
         if context.is_root_stale:
             return True
@@ -254,11 +254,11 @@ class Planner:
             return True
         if self._options.lockstep_steps:
             return False
-        # Without the target's feature it takes its parent's own, which lies in the parent's tree slot.
+        # Without the target's feature, the root takes the one computed at its parent, from the parent's tree slot.
         return max(context.num_with_features, context.first_unrun) > 0
 
     def plan(self, contexts: Sequence[DraftContext]) -> BurstPlan | None:
-        """A burst of what `contexts` need, as many as fit, and the best of the forest; None if there is nothing."""
+        """Plan a burst of the tokens that `contexts` need, if they fit, and the best of the forest; None if empty."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
         if not contexts and not np.count_nonzero(forest.quotas):
             return None
@@ -266,13 +266,13 @@ class Planner:
         num_forced = sum(len(one.slots) for one in forced)
         num_fresh = sum(one.has_root for one in forced)
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
-        # A burst that goes on past commits needs in its pool what those make worth running.
+        # A burst that goes on past commits needs entries in its pool that those commits make worth running.
         goes_on = options.most_steps > 0
         room = max_seeds - max_seeds // _RESERVED_SEED_PART if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
         chosen_rows = forest.entries.rows[chosen]
         if again := [one.context.row for one in forced if one.has_root and one.context.root_run]:
-            # A root that is run again brings its children again: beside them in the pool they would be run twice.
+            # A root that is run again brings its children again. If the old ones were in the pool, both would be run.
             kept = ~np.isin(chosen_rows, again)
             chosen, chosen_rows = chosen[kept], chosen_rows[kept]
         there, num_worth = self._rows_of(chosen, chosen_rows, goes_on=goes_on)
@@ -320,7 +320,7 @@ class Planner:
         )
 
     def _encode_chosen(self, chosen: Ints, rows: Int32s, fields: Int32s) -> None:
-        """Entries and their rows as seeds; `fields` [8, N] as in Seeds."""
+        """Write entries, whose rows are `rows`, as seeds to `fields` [8, N]; see Seeds."""
         entries = self._forest.entries
         fields[0] = self._index[rows]
         fields[1] = entries.slots[entries.parents[chosen]]
@@ -330,9 +330,9 @@ class Planner:
         fields[6:].view(np.float32)[:] = entries.scores[chosen]
 
     def _rows_of(self, chosen: Ints, rows: Int32s, *, goes_on: bool) -> tuple[NDArray[np.bool_], int]:
-        """[R] rows of a burst of these entries, and how many of the entries are worth running now.
+        """Return a mask [R] of the rows of a burst of these entries, and how many entries are worth running now.
 
-        A burst that goes on holds all trees that may grow: commits may come to any of them. `rows`: of the entries.
+        A burst that goes on holds all trees that may grow, since any may get a commit. `rows`: rows of the entries.
         """
         forest = self._forest
         there = np.zeros(self._shape.num_rows, np.bool_)
@@ -345,7 +345,7 @@ class Planner:
         return there, len(rows)
 
     def more_steps(self, plan: BurstPlan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
-        """Steps of the next part; 0 if the burst should end. `forced`: there are uncached tokens that it must run."""
+        """Return the steps of the next part; 0 if the burst should end. `forced`: there are tokens that it must run."""
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
         if forced or plan.rerooted_rows or steps <= 0:
@@ -355,36 +355,36 @@ class Planner:
         return steps if plan.is_full and is_able else 0
 
     def follows(self, plan: BurstPlan, context: DraftContext) -> bool:
-        """Whether the burst under way can go on below a request's new root."""
+        """Whether the running burst can go on below a request's new root."""
         forest, row = self._forest, context.row
         if not self._options.most_steps or forest.quotas[row] <= 0 or row not in plan.rows:
             return False
-        # A root that is in the pool may run without the target's feature, though that is here by now.
+        # A root that is in the pool may run without the target's feature, although the feature is here now.
         is_waiting = context.lag > 0 and not context.root_run and self._is_known(plan, context)
         return not is_waiting and not self._kv_manager.is_full(context)
 
     def needs_seeds(self, plan: BurstPlan, context: DraftContext) -> bool:
-        """Whether the burst under way needs uncached tokens of a request as forced seeds."""
+        """Whether the running burst needs uncached tokens of a request as forced seeds."""
         return self._kv_manager.has_stale_kv(context) if context.root_run else not self._is_known(plan, context)
 
     def _is_known(self, plan: BurstPlan, context: DraftContext) -> bool:
         return plan.collector.index_of(int(self._forest.roots[context.row])) >= 0
 
     def force(self, plan: BurstPlan, contexts: Sequence[DraftContext]) -> list[ForcedTokens]:
-        """What these requests need of the next part, as far as it fits, the first ones first; see `reroots`."""
+        """Return the tokens that these requests need run in the next part, as many as fit, in order; see `reroots`."""
         if not contexts:
             return []
         first, forest = len(plan.collector.seeds), self._forest
-        # With forced seeds of requests of which some were not run yet no more than a step has nodes.
+        # Together with forced tokens of requests that are not done yet, they must fit in one step.
         num_forced = sum(len(one.slots) for one in plan.forced)
         limit = min(plan.burst.width - num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
         return take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
 
     def reroots(self, plan: BurstPlan, forced: Sequence[ForcedTokens]) -> Reroots | None:
-        """What the device is told of new roots and forced tokens with the next part; None for nothing.
+        """Return the new roots and forced tokens to tell the device with the next part; None if there are none.
 
-        Trees that may grow and have no leased slot left are told their roots again, for the slots that come with them.
+        Trees that may grow and have no leased slot left get their roots again, along with new slots.
         """
         forest, spent = self._forest, self._rows_without_lease(plan)
         if not (plan.rerooted_rows or forced or plan.closed_rows or spent):
@@ -417,9 +417,9 @@ class Planner:
         return reroots
 
     def _rows_without_lease(self, plan: BurstPlan) -> list[int]:
-        """Rows that may run more nodes and have free slots, but none that is leased and not filled.
+        """Return rows that may run more nodes and have free slots, but no leased slot that is not filled.
 
-        Nodes that a burst runs below nodes that are dead by then take slots from their tree.
+        This happens because nodes that a burst runs below dead nodes also take slots of their tree.
         """
         return [row for row in plan.rows if not self._forest.slots.is_leased(row) and self._can_run_more(plan, row)]
 
@@ -427,12 +427,12 @@ class Planner:
         forest = self._forest
         if forest.quotas[row] <= forest.num_run[row] or not forest.slots.num_free[row]:
             return False
-        # Committed tokens that are still to be run hang below no root.
+        # Forced tokens hang below no root: telling the device a root again would drop those still to be run.
         is_waiting = any(one.context.row == row for one in plan.forced)
         return bool(forest.entries.slots[forest.roots[row]] >= 0) and not is_waiting
 
     def take(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
-        """Take the result of a part into the forest; returns requests that need more than they were given."""
+        """Take the result of a part into the forest; returns requests whose root must still be run."""
         self._forest.merge(plan.collector, result)
         ran = [len(step) - step.count(-1) for step in result.picked.tolist()]
         plan.num_nodes += sum(ran)
@@ -453,7 +453,7 @@ class Planner:
         plan.forced = []
 
     def _land_forced(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
-        """Land requests of which a part has run the last forced token; returns those whose root was not among them."""
+        """Land requests whose forced tokens have all been run; returns those whose root has not been run."""
         picked = result.picked.reshape(-1)
         seeds = set(picked[(picked >= 0) & (picked < self._shape.max_seeds)].tolist())
         waiting, lacking = [], []
@@ -477,7 +477,7 @@ class Planner:
         return options.part_steps(len(rows)) if options.most_steps else options.steady_steps
 
     def _width(self, num_forced: int, num_fresh: int, num_chosen: int, num_rows: int, left: int) -> int:
-        """Nodes of a step: as many as are worth it now, with room for their children, rounded up to a bucket."""
+        """Return the nodes of a step: as many as are worth it, with room for their children, rounded up to a bucket."""
         is_narrow = self._options.lone_nodes > 0 and len(self._contexts) == 1  # depth counts, and few nodes are sent
         if self._options.lockstep_steps or is_narrow:
             want = self._options.lockstep_width * num_rows

@@ -19,15 +19,15 @@ from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 _NODES_PER_CHECK = 64
 """Nodes between two looks at the clock."""
 _LIKELY_SCORE = log(0.0025)
-"""Path score from which on a node is sent at once, though better ones may follow: verify commits a token that was this
-unlikely in about every other round, and a node that was held back then comes a round too late."""
+"""Path score at which a node is sent at once, although better ones may follow. Verify commits a token as unlikely as
+this in about every other round; if its node was held back, it comes a round too late."""
 _NOTHING = np.empty(0, np.intp)
 _LARGE_CREDIT = 256
-"""Credit from which on that is so: a smaller credit is for the best nodes alone."""
+"""Least credit for which `_LIKELY_SCORE` applies: a smaller credit is only for the best nodes."""
 _Room = tuple[int, int, float]
-"""Nodes of a request that may be appended in any case; if they are ready, too; and the path score of a likely node.
+"""How many nodes of a request may be appended in any case; how many if they are ready; path score of a likely node.
 
-A node is ready where it is likely, or where no node that is still to be run can have a better path score."""
+A node is ready if it is likely, or if no node that is still to be run can have a better path score."""
 
 
 class NodePublisher:
@@ -46,12 +46,12 @@ class NodePublisher:
         self._limits = limits
         self._growth = growth
         self._source = limits.sources.start
-        # Whether others append what does not become entries.
+        # Whether others append nodes that do not become entries.
         self._skips_foreign = limits.shared and not options.takes_in
         self._most_sent = options.lone_nodes
         self._queue = _NOTHING  # entries, the best first
-        self._is_ready = np.empty(0, np.bool_)  # of each; ready entries of a row come before its others
-        self._must_repeat = False  # whether there may be more than the queue held
+        self._is_ready = np.empty(0, np.bool_)  # of each in `_queue`; a row's ready entries come before its others
+        self._must_repeat = False  # whether more entries may be appended than the queue held
 
     @property
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class NodePublisher:
         return not len(self._queue)
 
     def prepare(self) -> None:
-        """Queue what may be appended now. Entries must keep their numbers until `forget`."""
+        """Queue entries that may be appended now. Entries must keep their numbers until `forget`."""
         self._queue, self._must_repeat = _NOTHING, False
         if not self._growth.has_memory:
             return
@@ -70,7 +70,7 @@ class NodePublisher:
             self._prepare_rows(rooms)
 
     def _prepare_row(self, row: int, room: _Room) -> None:
-        """`prepare` where one request alone has room."""
+        """As `prepare`, when only one request has room."""
         base_room, ready_room, likely = room
         ready_score = self._ready_score(row, likely) if base_room <= 0 else self._forest.floor
         found = self._find(ready_score)
@@ -107,20 +107,20 @@ class NodePublisher:
         self._queue, self._is_ready = found, is_ready
 
     def _find(self, least: float) -> Ints:
-        """Entries of at least this path score that are in no author's tree, the best first.
+        """Return entries of at least this path score that are in no author's tree, best first.
 
-        A burst runs deeper than trees may be: those wait until a commit has brought the root closer.
+        A burst may run deeper than trees may be. Deeper entries wait until a commit has brought the root closer.
         """
         forest, entries, count = self._forest, self._forest.entries, self._forest.entries.count
         found: Ints = ((entries.nodes[:count] == -1) & (entries.scores[:count] >= least)).nonzero()[0]
         deepest = forest.root_positions + self._limits.depth
         found = found[entries.positions[found] <= deepest[entries.rows[found]]]
-        # Of equal ones the parent, which has the lower number, comes first.
+        # Among entries of equal score the parent, which has the lower number, comes first.
         found = found[(-entries.scores[found]).argsort(kind="stable")]
         return found
 
     def _ready_score(self, row: int, likely: float) -> float:
-        """Path score from which on nodes of a row are ready."""
+        """Return the least path score of a row's ready nodes."""
         forest, entries = self._forest, self._forest.entries
         best = int(entries.ranks[: entries.count].argmax())
         is_next = entries.rows[best] == row and entries.positions[best] <= forest.last_positions[row]
@@ -131,16 +131,16 @@ class NodePublisher:
         return max(min(unrun, likely), forest.floor)
 
     def forget(self) -> None:
-        """Empty the queue: entries may get other numbers."""
+        """Empty the queue, since entries may get other numbers."""
         self._queue = _NOTHING
 
     def run(self, deadline: float, interrupted: Callable[[], bool], max_nodes: int = 0) -> None:
-        """Append until the queue is empty, the time is over, or `max_nodes` were looked at; 0 sets no limit."""
+        """Append until the queue is empty, the deadline has passed, or `max_nodes` entries were tried (0: no limit)."""
         while len(self._queue):
             self._run(deadline, interrupted, max_nodes)
             if len(self._queue) or not self._must_repeat:
                 return
-            self.prepare()  # some entries were there already, or forbidden, and left room for others
+            self.prepare()  # some entries were in the trees already, or forbidden, which leaves room for others
 
     def _run(self, deadline: float, interrupted: Callable[[], bool], max_nodes: int) -> None:
         left = max_nodes or len(self._queue)
@@ -155,9 +155,9 @@ class NodePublisher:
         self.forget()
 
     def _append(self, found: Ints, is_ready: NDArray[np.bool_]) -> None:
-        """Append entries, those of a row at once where they can be."""
+        """Append entries; those of a row in one call, if possible."""
         entries, growth, source = self._forest.entries, self._growth, self._source
-        # A commit may have been followed since `prepare`; what became a root of it has its id.
+        # The forest may have followed a commit since `prepare`; an entry that became a root has its id already.
         alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
         if np.count_nonzero(alive) < len(alive):
             found, is_ready = found[alive], is_ready[alive]
@@ -176,7 +176,7 @@ class NodePublisher:
             starts += ((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist()
             ends = starts[1:] + ends
             groups = [self._contexts[row] for row in rows[starts].tolist()]
-        # They have ids before those of their parents are looked up, some of which are among them.
+        # Set the ids first, then look up the parents' ids: some parents are among these entries.
         ids: list[int] = []
         for context, start, end in zip(groups, starts, ends, strict=True):
             first = context.tree.author.next_id
@@ -201,11 +201,11 @@ class NodePublisher:
                 self._append_each(context, found[start:end].tolist(), ready_flags[start:end])
 
     def _find_known(self, found: Ints) -> NDArray[np.bool_]:
-        """Give entries that other growers have appended their nodes' ids; returns which of `found` are not there."""
+        """Set the ids of entries whose nodes other growers have appended; returns a mask of those in no tree yet."""
         entries, unknown = self._forest.entries, np.ones(len(found), np.bool_)
         above = entries.parents[found]
         columns = (found.tolist(), above.tolist(), entries.nodes[above].tolist(), entries.tokens[found].tolist())
-        # Where the forest has not followed the author yet, its ids may be those of an epoch that is over.
+        # If the forest has not followed the author yet, its node ids may be of an epoch that is over.
         authors = {row: one.tree.author for row, one in self._contexts.items() if one.epoch == one.tree.author.epoch}
         ids: dict[int, int] = {}
         for place, (entry, parent, node, token, row) in enumerate(
@@ -222,7 +222,7 @@ class NodePublisher:
         return unknown
 
     def _append_each(self, context: DraftContext, found: list[int], ready_flags: list[bool]) -> None:
-        """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""
+        """Append entries of a row one by one: some may be in the tree already, forbidden, or too many."""
         entries, growth = self._forest.entries, self._growth
         tree, author = context.tree, context.tree.author
         room = list(self._room(context)[:2])
@@ -247,22 +247,22 @@ class NodePublisher:
                 self._refuse(entry)
 
     def _refuse(self, entry: int) -> None:
-        """The author forbids the entry: neither is it sent nor are drafts made below it."""
+        """Mark an entry that the author forbids: it is not sent, and nothing is drafted below it."""
         self._forest.entries.nodes[entry] = REFUSED
         self._forest.entries.ranks[entry] = DEAD
         self._must_repeat = True
 
     def _room(self, context: DraftContext) -> _Room:
-        """See _Room; no nodes while the forest has not followed the author.
+        """Return the request's `_Room`; no nodes while the forest has not followed the author.
 
-        Half of the credit is for nodes that are ready: at first there are few to choose from.
+        Half of the credit is for ready nodes: at first there are few nodes to choose from.
         """
         author = context.tree.author
         if context.known != len(author.tokens) or context.epoch != author.epoch or context.steps_left > 0:
             return 0, 0, inf
         limit, num_live = self._growth.most_nodes(context.tree, self._limits), author.num_live
         if self._most_sent and len(self._contexts) == 1:
-            # All that there will be is there.
+            # All nodes that will come are here.
             left = self._most_sent - context.num_sent if context.root_final else 0
             room = min(limit - num_live, left)
             return room, room, inf

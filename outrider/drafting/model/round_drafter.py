@@ -1,9 +1,10 @@
-"""Drafting inside the round: behind a verify round, on its device, trees grow from what it has just committed.
+"""Drafting inside the round: behind a verify round, on its device, trees grow from the tokens just committed.
 
-A round's work on the device is one sequence without the host in between: verify's forward, sampling and walk; then here
-the drafter's forward over the committed tokens with the target's true features (extension), steps of best-first growth
-over all requests, and the choice of the best nodes, which the next round's graph hangs below its roots. Draft KV
-lies in slots of the same numbers as the target's, so pages, the radix cache and preemption are the target's own.
+A round's work on the device is one sequence without the host in between. First come verify's forward, sampling and
+walk. Then come, in this module, the drafter's forward over the committed tokens with the target's true features
+(extension), steps of best-first growth over all requests, and the choice of the best nodes. The next round's graph
+hangs these below its roots. Draft KV lies in slots with the same numbers as the target's, so that pages, the radix
+cache and preemption are the target's own.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ class RowTree(NamedTuple):
 
 
 class GrownNodes(NamedTuple):
-    """Nodes for one row of a round, parents first: those that it was given if any, then the likeliest first."""
+    """Nodes for one row of a round, parents first: those that the host gave, then grown ones, likeliest first."""
 
     token_ids: list[int]
     parents: list[int]
     """Index of each node's parent; -1 below the root."""
     scores: list[float]
-    """Path scores of those that grew; 1 for nodes that the round was given and that did not grow, too."""
+    """Path scores of grown nodes; 1 for nodes that only the host gave."""
 
 
 class RoundTrees:
-    """A round's tokens with trees, one piece of memory for the largest round each way."""
+    """The tokens of a round with its trees, in memory for the largest round: one copy to the device, and one back."""
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -114,21 +115,21 @@ class RoundTrees:
         drafted[:count] = [tree.is_drafted for tree in rows]
 
     def to_device(self) -> None:
-        """Queue the copy of what `tell` has set; may be captured."""
+        """Queue the copy of the limits that `tell` has set; may be captured."""
         self._limits.copy_(self._told, non_blocking=True)
 
     def drafted(self, num_rows: int) -> Tensor:
-        """Flags on the device, int32 [num_rows], 1 where the next tree is to be grown."""
+        """Return flags on the device, int32 [num_rows], 1 where the next tree is to be grown."""
         flags: Tensor = self._drafted[:num_rows]
         return flags
 
     def tokens(self, base: RoundTokens) -> RoundTokens:
-        """The memory that `merge` writes a round of the base's size to."""
+        """Return the memory that `merge` writes a round of the base's size to."""
         own = self._tokens.head(base.token_ids.shape[0], base.table_rows.shape[0])
         return replace(own, cached_len=base.cached_len)
 
     def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
-        """Hang trees below the roots of a round that the host laid out, perhaps with nodes; may be captured."""
+        """Hang grown trees below the roots of a round that the host laid out, perhaps with nodes; may be captured."""
         out, num_rows, num_tokens = self.tokens(base), base.table_rows.shape[0], base.token_ids.shape[0]
         limits = MergeLimits(self._row_of, self._max_nodes[:num_rows], self._max_depth[:num_rows], self._most)
         seen = GrownTrees(grown.order[:num_tokens], grown.pool)
@@ -136,14 +137,14 @@ class RoundTrees:
         return out
 
     def fetch(self, grown: GrownTrees) -> None:
-        """Queue the copy of all nodes that were chosen, before a round has taken them."""
+        """Queue the copy of all chosen nodes to the host, before a round has taken any."""
         self._fetched[0].copy_(grown.order, non_blocking=True)
         self._fetched[1:].copy_(grown.pool.entries, non_blocking=True)
         if self._fetched_at is not None:
             self._fetched_at.record()
 
     def fetched(self, table_row: int, max_nodes: int) -> GrownNodes:
-        """The best nodes that were fetched for a row of the tables; waits for them."""
+        """Return the best nodes that were fetched for a row of the tables; waits for the copy."""
         if self._fetched_at is not None:
             self._fetched_at.synchronize()
         order, entries = self._fetched[0].numpy(), self._fetched[1:].numpy()
@@ -161,7 +162,7 @@ class RoundTrees:
         self._read.copy_(self._nodes, non_blocking=True)
 
     def read(self, row: int, num_extend: int) -> GrownNodes:
-        """The nodes of a row of the last round, behind its first `num_extend` tokens, once the copy is done."""
+        """Return the nodes of a row of the last round, behind its first `num_extend` tokens. The copy must be done."""
         token_ids, parents, scores, first = self._host_nodes
         begin, end = int(first[row]) + num_extend, int(first[row + 1])
         return GrownNodes(
@@ -177,7 +178,7 @@ MAX_COMMITTED = 32
 """Largest number of tokens that a round commits for one request."""
 
 FeatureRows = Callable[[Tensor], Tensor]
-"""The target's features [N, feature_size] as the drafter takes them, of KV slots int64 [N]; may be captured."""
+"""Returns the target's features [N, feature_size] of KV slots int64 [N], as the drafter takes them; may be captured."""
 
 
 class RoundResults(NamedTuple):
@@ -189,28 +190,28 @@ class RoundResults(NamedTuple):
     committed: Tensor
     """int32 [B, D], the committed tokens."""
     drafts: Tensor
-    """int32 [B], not 0 where the row's tree is to be grown: the drafter has KV of all that the row had committed."""
+    """int32 [B], not 0 where the row's tree is to be grown; the drafter has KV of all tokens committed before."""
 
 
 class RoundShape(NamedTuple):
-    """Rows of a verify round, and slots for the tokens that it commits."""
+    """Sizes of a verify round: slots for the tokens that it commits, and rows."""
 
     tokens: int
     rows: int
 
 
 class ChoiceShape(NamedTuple):
-    """The number of nodes to choose, and the rows of the round that they are chosen behind."""
+    """The number of nodes to choose, and the rows of the round behind which they are chosen."""
 
     nodes: int
     rows: int
 
 
 class RoundExecutor(Protocol):
-    """The executor whose rounds are drafted behind."""
+    """The executor behind whose rounds trees grow."""
 
     def results(self, shape: RoundShape) -> RoundResults:
-        """The results of rounds of this shape."""
+        """Return the results of rounds of this shape."""
 
     def note_drafted(self) -> None:
         """Queue, behind the drafting of a round, a note of the device's time; may be captured."""
@@ -233,10 +234,10 @@ class RoundDrafter:
         chunk_size: int = 2048,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`shape`: rows and pages are the executor's, `max_seeds` does not count. `features`: for a model of them.
+        """`shape`: has the executor's rows and pages; `max_seeds` is ignored. `features`: for a model that takes them.
 
-        `vocab_limit`: target ids from here on are never proposed. `floor`: least path score of a node. `compiling`: see
-        GraphPool.
+        `vocab_limit`: target ids at or past this are never proposed. `floor`: least path score of a node. `compiling`:
+        see GraphPool.
         """
         device = model.device
         shape = replace(shape, max_seeds=shape.num_rows * shape.most_branching)
@@ -265,7 +266,7 @@ class RoundDrafter:
         free = torch.arange(shape.region, dtype=torch.int32, device=device).repeat(num_rows, 1)
         of_rows = (ints(num_rows), ints(num_rows), ints(num_rows), ints(num_rows))
         rows = BurstRows(*of_rows, ints(num_rows, shape.region // 32), free)
-        results = ints(shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching))  # which nobody reads
+        results = ints(shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching))  # never read
         kind: type[DraftSteps] = BlockSteps if isinstance(model, BlockHead) else DraftSteps
         self._steps = kind(model, self.memory, attention, self._proposer, shape, ints(4), rows, results, _num_seeds)
         self._committed = CommittedTokens.new(max_round_tokens, num_rows, device)
@@ -273,7 +274,7 @@ class RoundDrafter:
         self._root_tokens, self._root_scores = ints(seeds), torch.zeros(seeds, dtype=torch.float32, device=device)
         self._pickers: dict[ChoiceShape, NodePicker] = {}
         self.grown = GrownTrees.new(MAX_CHOSEN, device)
-        """The nodes that were chosen last."""
+        """The nodes chosen last."""
         self.extensions = GraphPool[RoundShape]("extensions of drafts", self._extend, compiling=compiling)
         self.steps = GraphPool[StepBucket]("draft steps", self._steps.run, compiling=compiling)
         self.choices = GraphPool[ChoiceShape]("choices of nodes", self._choose, compiling=compiling)
@@ -284,20 +285,20 @@ class RoundDrafter:
         return self.shape.lag
 
     def admit(self, row: int, sampling: SamplingParams) -> None:
-        """Begin a request in a free row. The executor's pages are to be entered in `memory` as it gets them."""
+        """Begin a request in a free row. The caller enters the executor's pages in `memory` as the row gets them."""
         self.memory.cut(row, 0, ())
         self._proposer.admit(row, sampling)
 
     def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
-        """Leave out so many pages behind a row's first tokens; see DeviceMemory."""
+        """Leave out `shift` pages behind a row's first tokens; see DeviceMemory.cut."""
         self.memory.cut(row, shift, pages)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
-        """Queue the drafter's forward over committed tokens; chunks of one row see those before them.
+        """Queue the drafter's forward over committed tokens; a chunk sees earlier chunks of its row.
 
-        A chunk's `start` and `slots` are KV places and slots of the drafter: a token at position p has those of
-        p - `lag`, less what the row leaves out, and under a lag a sequence's first token none. `feature_slots`: for a
-        model with features, of all tokens the target KV slot of the position before.
+        A chunk's `start` and `slots` are KV places and slots of the drafter. A token at position p has the place
+        p - `lag`, less what the row leaves out; with a lag, a sequence's first token has none. `feature_slots`: for a
+        model with features, the target KV slot of the position before each token.
         """
         given = None
         if self._features is not None:
@@ -305,7 +306,7 @@ class RoundDrafter:
         self._contexts.run_at(chunks, given)
 
     def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
-        """Queue the drafting behind a round of this shape, and choose `num_nodes` of the nodes of `num_steps` steps.
+        """Queue the drafting behind a round of this shape: `num_steps` steps, and the choice of `num_nodes` nodes.
 
         The first step is the extension itself, which brings the children of the new roots.
         """
@@ -316,13 +317,13 @@ class RoundDrafter:
         self.choices.run(ChoiceShape(num_nodes, shape.rows))
 
     def step_shape(self, num_rows: int) -> StepBucket:
-        """Shape of steps behind rounds of so many rows: some nodes for each request, and depth rather than width."""
+        """Return the shape of steps behind rounds of `num_rows` rows: a few nodes per request, depth before width."""
         width = min(max(_LEAST_WIDTH, 2 * num_rows), self.shape.max_width)
         branching = (num_rows == 1 and self.shape.lone_branching) or self.shape.branching
         return StepBucket(width, num_rows, branching)
 
     def capture(self, shapes: Sequence[RoundShape], choices: Sequence[ChoiceShape]) -> None:
-        """Capture extensions behind rounds of these shapes, steps and choices. Trashes the cache."""
+        """Capture extensions behind rounds of these shapes, steps, and choices. Overwrites the KV cache."""
         steps = sorted({self.step_shape(shape.rows) for shape in shapes}, reverse=True)
         self._steps.clear()
         self.extensions.capture(sorted(shapes, reverse=True), True)
@@ -333,7 +334,7 @@ class RoundDrafter:
         self._contexts.capture()
 
     def _extend(self, shape: RoundShape) -> None:
-        """Run the drafter over what the round committed, and begin a tree below each new root; may be captured."""
+        """Run the drafter over the committed tokens, and begin a tree below each new root; may be captured."""
         results, out = self._rounds.results(shape), self._committed.head(*shape)
         plan, model, rows = self.memory.plan, self._model, shape.rows
         lay_out_committed(
@@ -362,9 +363,9 @@ class RoundDrafter:
         plant_roots(*planted, out, found, scores, self._floor, plan.lag)
 
     def _run_roots(self, out: CommittedTokens, batch: PagedBatch) -> Tensor:
-        """Run the drafter over committed tokens, and note what each row's last one, its root, leaves to its children.
+        """Run the drafter over committed tokens, and store what each row's root leaves to its children.
 
-        Returns logits float32 [B, vocab_size].
+        The root is a row's last token. Returns the roots' logits float32 [B, vocab_size].
         """
         model, kv, store = self._model, self.memory.kv, self.memory.features
         given = None if self._features is None else self._features(out.sources)

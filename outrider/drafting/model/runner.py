@@ -1,4 +1,4 @@
-"""What runners have in common: rows, pages, features, and the steps of a burst."""
+"""The common base of runners: rows, pages, features, and the steps of a burst."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer, Proposer
 
 _LEAD_PART = 0.25
-"""Part of its expected time before its end in which a part is nearly over, at least."""
+"""A part is nearly over when at most this share of its expected time is left."""
 _LAUNCH_MARGIN = 1.5
-"""The same as a multiple of the host's time to queue a part. A part that is queued too late leaves the device idle,
-takes longer than expected, and so makes its successor later still."""
+"""A part is also nearly over when at most this multiple of the host's time to queue a part is left. A part that is
+queued too late leaves the device idle, takes longer than expected, and so makes the next part even later."""
 _EMA_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a runner works; its shape says what it holds."""
+    """How a runner works; the sizes are in `BurstShape`."""
 
     chunk_size: int = 256
-    """Prompt tokens of one forward at most."""
+    """Most prompt tokens of one forward."""
     rank_by_noise: bool = True
     use_graphs: bool = True
 
@@ -52,33 +52,33 @@ class PendingBurst:
     burst: Burst
     bucket: StepBucket
     num_steps: int
-    """Of this part."""
+    """Steps of this part."""
     first_step: int = 0
     ran: bool = False
-    """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
+    """Whether the part runs or has run. On a CPU, a launched part runs later, and not at all if `cut` is set."""
     cut: bool = False
-    """Whether it ended before its last step because of an interruption."""
+    """Whether the part ended before its last step because of an interruption."""
     error: Exception | None = None
     event: torch.cuda.Event | None = None
-    """On a GPU, that it is over; `copy` is the number of its host buffers there."""
+    """On a GPU, the event that the part is over; `copy` is the number of its host buffers there."""
     copy: int = 0
     brought: BurstResult | None = None
-    """On a CPU, once it has run."""
+    """On a CPU, the result once the part has run."""
     began: float = field(default_factory=perf_counter)
     _next: PendingBurst | None = None
     _result: BurstResult | None = None
 
     @property
     def step_seconds(self) -> float:
-        """What a step like its own takes, as far as that is known; else 0."""
+        """Expected time of one of its steps; 0 if not known."""
         return self.runner.expected_seconds(self) / self.num_steps
 
     def done(self) -> bool:
-        """Whether `wait` would return at once, or, without a device that works meanwhile, runs the burst."""
+        """Whether `wait` would return at once. Always true on a CPU, where `wait` runs the burst if necessary."""
         return self.event is None or self.event.query()
 
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
+        """Wait, as `over` does, until the part is nearly over; False if `interrupted()` meanwhile."""
         event = self.event
         if event is None:
             self.runner.run_until(interrupted)
@@ -90,10 +90,7 @@ class PendingBurst:
         return True
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.
-
-        The end of a burst is not to be seen late, so shortly before it interruptions are not looked for.
-        """
+        """Wait until the part is over, without holding the interpreter; False if `interrupted()` meanwhile."""
         if not self.nearly(interrupted):
             return False
         event = self.event
@@ -108,10 +105,10 @@ class PendingBurst:
         return True
 
     def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
-        """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
+        """Queue further steps of the same burst from its own pool: another part, with a result of its own.
 
-        What `reroots` says holds from these steps on. To be asked of the part queued last, before anything else is
-        launched. None where that cannot be done.
+        `reroots` apply from these steps on. Call this on the part queued last, before anything else is launched. None
+        if the burst cannot go on.
         """
         began = perf_counter()
         self._next = self.runner.go_on(self, num_steps, reroots)
@@ -119,17 +116,17 @@ class PendingBurst:
         return self._next
 
     def wait(self) -> BurstResult:
-        """The results; waits without holding the interpreter."""
+        """Return the result; waits for it without holding the interpreter."""
         if self._result is None:
             self._result = self.runner.finish(self)
         return self._result
 
 
 class BurstRunner(ABC):
-    """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
+    """Runs a draft model. One thread calls it; calls take effect in their order; at most two bursts are pending."""
 
     _proposer: Proposer | HostProposer
-    """Finds the candidates of nodes; subclasses make it."""
+    """Finds the candidates of nodes; set by subclasses."""
 
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
@@ -143,33 +140,32 @@ class BurstRunner(ABC):
         self._launched: deque[PendingBurst] = deque()
         self._step_seconds: dict[StepBucket, float] = {}
         self.launch_seconds = 0.0
-        """What it takes the host to queue a part."""
+        """The host's time to queue a part."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """The runner's device, without gradients. A thread that calls often enters it once; else each call does."""
+        """Enter the runner's device, without gradients. A thread that calls often enters once; else each call does."""
         return working_on(self.memory.kv.k.device)
 
     def open(self, row: int, sampling: SamplingParams) -> None:
-        """A request begins in a free row."""
+        """Begin a request in a free row."""
         with self.at_work():
             self._run_launched()
             self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
-        """Its row is free."""
+        """Free a row."""
         self._run_launched()
         self.memory.forget(row)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """All context pages of the row, in order; they only ever grow at their end."""
+        """Set all context pages of a row, in order. Pages may only be added at the end."""
         self._run_launched()
         self.memory.set_pages(row, pages)
 
     def extend(self, extents: Sequence[Extent]) -> None:
-        """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
+        """Compute KV of context tokens, with at most one extent for each row; in one forward if all fit.
 
-        Under a lag a sequence's first token has no KV of its own. If this raises, nothing is known of the KV of any of
-        these rows.
+        With a lag, a sequence's first token has no KV of its own. If this raises, the KV of all these rows is unknown.
         """
         with self.at_work():
             self._run_launched()
@@ -186,16 +182,16 @@ class BurstRunner(ABC):
                 done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """KV of the tree slots moves to places `position`, `position` + 1, ... of the context."""
+        """Move KV of tree slots to places `position`, `position` + 1, ... of the context."""
         self._run_launched()
         if slots:
             self.memory.move(row, slots, position)
 
     def project(self, features: Features) -> Tensor:
-        """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
+        """Return target features as the model takes them: [N, feature_size] on its device, to be sliced by position.
 
-        Their values are in `data`, whose memory may be used again as soon as this returns, or as a tensor of bytes in
-        `rows`, or there as a part of what came together, which is projected at once.
+        The values are in `features.data`, whose memory is free once this returns, or in `features.rows`: as a tensor of
+        bytes, or as a part of joined rows, which are projected together.
         """
         part = features.rows
         if not isinstance(part, PartOfRows):
@@ -203,21 +199,21 @@ class BurstRunner(ABC):
         joined = part.joined
         if joined.projected is None:
             joined.projected = self._project(features, joined.rows, joined.count)
-        # Called for each request: a view is all that is made.
+        # Called for each request, so make only a view.
         projected: Tensor = joined.projected
         return projected[part.start : part.start + features.count]
 
     def _project(self, features: Features, given: Any, count: int) -> Tensor:
-        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`.
+        """Return rows [count, feature_size] of `given` bytes of any kind, in the format of `features`.
 
-        Raises ValueError for rows of another width, which would fail the bursts of all requests.
+        Raises ValueError for rows of another width, which would make the bursts of all requests fail.
         """
         model, dtype = self._model, DTYPES[features.dtype]
         with self.at_work():
-            if isinstance(given, Tensor):  # read from a ring: nobody else has it
+            if isinstance(given, Tensor):  # read from a ring, and not shared
                 rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)
             else:
-                # What is given is free when this returns, though bursts may be under way.
+                # Copy, since `given` is free when this returns, and bursts may be running.
                 rows = torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1).to(model.dtype)
                 if model.device.type == "cuda":
                     rows = rows.pin_memory().to(model.device, non_blocking=True)
@@ -227,7 +223,7 @@ class BurstRunner(ABC):
         return made
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
+        """Join results of `project`, or slices of them, one behind the other: [sum of N, feature_size].
 
         A lone part is not copied.
         """
@@ -235,7 +231,7 @@ class BurstRunner(ABC):
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def launch(self, burst: Burst) -> PendingBurst:
-        """Queue a burst; returns before it has run. Two of them may be pending."""
+        """Queue a burst; returns before the burst has run. Two bursts may be pending."""
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
         pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), burst.num_steps)
@@ -245,7 +241,7 @@ class BurstRunner(ABC):
         return pending
 
     def finish(self, pending: PendingBurst) -> BurstResult:
-        """Wait for a burst and read its results. Raises what failed in it."""
+        """Wait for a burst and read its result. Raises the error that the burst failed with."""
         with self.at_work():
             self._run_launched()
             self._launched.remove(pending)
@@ -260,35 +256,35 @@ class BurstRunner(ABC):
         return None
 
     def expected_seconds(self, pending: PendingBurst) -> float:
-        """How long such a part takes, as far as that is known; else 0."""
+        """Return the expected time of a part; 0 if not known."""
         return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
 
     def quiet_seconds(self, pending: PendingBurst) -> float:
-        """How long after its begin a part is nearly over: early enough to queue the next one."""
+        """Return the time from a part's begin until it is nearly over: early enough to queue the next part."""
         expected = self.expected_seconds(pending)
         return expected - min(max(_LEAD_PART * expected, _LAUNCH_MARGIN * self.launch_seconds), expected)
 
     def note_launch(self, seconds: float) -> None:
-        """Queueing a part took the host so long."""
+        """Note how long the host took to queue a part."""
         self.launch_seconds += _EMA_WEIGHT * (seconds - self.launch_seconds)
 
     def note_seconds(self, pending: PendingBurst, seconds: float) -> None:
-        """A part took so long. One that had to wait for prompts counts little."""
+        """Note how long a part took. A part that had to wait for prompts counts little."""
         last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
         self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _EMA_WEIGHT * (taken - last))
 
     def memory_mapper(self) -> MemoryMapper | None:
-        """Maps device memory of other processes where the model runs; None where it does not run on a GPU."""
+        """Return the mapper of other processes' memory on the model's device; None if that is not a GPU."""
         return None
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
-        """On a CPU: run what was launched, and end early if `interrupted()`."""
+        """On a CPU: run launched bursts, and end early if `interrupted()`."""
 
     def _run_launched(self) -> None:  # noqa: B027
-        """On a CPU: run what was launched, before anything changes that it depends on."""
+        """On a CPU: run launched bursts before anything that they depend on changes."""
 
     def _forwards(self, extents: Sequence[Extent]) -> Iterator[list[PromptChunk]]:
-        """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
+        """Yield the tokens in order as forwards of at most `chunk_size` tokens; no row is in a forward twice."""
         lag, chunk_size = self.shape.lag, self.options.chunk_size
         chunks: list[PromptChunk] = []
         room = chunk_size
@@ -312,21 +308,21 @@ class BurstRunner(ABC):
 
     @abstractmethod
     def _read(self, pending: PendingBurst) -> BurstResult:
-        """What a burst that is over, or a part, has brought."""
+        """Return the result of a burst or part that is over."""
 
     @abstractmethod
     def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
-        """A forward of context tokens of several rows; the chunks' starts are places of the context.
+        """Run a forward of context tokens of several rows; the chunks' starts are places of the context.
 
         `features` [tokens, feature_size] if the model takes any.
         """
 
 
 def short_context(model: DraftModel) -> int:
-    """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
-    # The single layer of a head gains nothing.
+    """Return the longest context, in tokens, of a lone request that separate steps are captured for; 0 for none."""
+    # The single layer of a head would gain nothing.
     if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1 or model.block_bytes:
         return 0
-    # Mostly the width of the residual stream, which a model without features does not state.
+    # Mostly equal to the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0

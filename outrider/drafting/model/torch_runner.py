@@ -26,10 +26,10 @@ from outrider.sampling.proposer import HostProposer
 
 
 class TorchRunner(BurstRunner):
-    """See BurstRunner. A burst runs when it is waited for, or when something changes that it depends on.
+    """See BurstRunner. A burst runs when someone waits for it, or when something is about to change that it depends on.
 
-    Steps have few nodes, so that the host's work counts as much as the model's: nodes are chosen in plain Python, and
-    keys and values that they attend to are gathered once a burst.
+    Steps have few nodes, so the host's work counts as much as the model's. Nodes are chosen in plain Python, and the
+    keys and values that they attend to are gathered once per burst.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class TorchRunner(BurstRunner):
         sizes = (shape.num_rows, model.vocab_size, model.target_vocab_size)
         self._proposer: HostProposer = HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
         self._masks = [[0] * shape.region for _ in range(shape.num_rows)]
-        self._injected = [0] * shape.num_rows  # tree slots with KV of the target's features, as bits; of a block head
+        self._injected = [0] * shape.num_rows  # for a block head: tree slots with KV of the target's features, as bits
         self._interrupted: Callable[[], bool] = _never
         self._ended_at = -inf
         self._seconds_a_step = self._round_seconds = 0.0
-        """Of a step, and from a burst's end to the next, which where verify waits for bursts is a round: lately."""
+        """Mean times, lately, of a step, and from a burst's end to the next: a round, if verify waits for bursts."""
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:
         """See BurstRunner."""
@@ -65,7 +65,7 @@ class TorchRunner(BurstRunner):
                         pending.error = error
 
     def _queue(self, pending: PendingBurst) -> None:
-        """Left to `_run_launched`, so that the host can first send what the burst before brought."""
+        """Leave the burst to `_run_launched`, so that the host can first send the nodes of the burst before."""
 
     def _read(self, pending: PendingBurst) -> BurstResult:
         if pending.brought is None:
@@ -116,8 +116,8 @@ class TorchRunner(BurstRunner):
         return result
 
     def _least_gain(self, burst: Burst) -> float:
-        """Accepted tokens that a step must be likely to bring where verify waits for the burst: what rounds commit in
-        its time, and in that of verifying what it brings."""
+        """Return the expected accepted tokens that a step must bring if verify waits for the burst: what rounds commit
+        in the time of the step and of verifying its nodes."""
         if not burst.min_chance or not self._round_seconds:
             return 0.0
         return min(_STEP_COST * self._seconds_a_step / self._round_seconds, _MOST_GAIN)
@@ -125,7 +125,7 @@ class TorchRunner(BurstRunner):
     def _run_nodes(
         self, nodes: list[StepNode], rows: list[int], batch: StepBatch, attention: AttentionBackend, branching: int
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes of these rows of the runner; returns what `_propose_for` does."""
+        """Run nodes of these rows of the runner; returns the same as `_propose_for`."""
         store, kv = self.memory.features, self.memory.kv
         if store is None:
             hidden, _ = self._model.forward(batch, None, kv, attention)
@@ -149,13 +149,13 @@ class TorchRunner(BurstRunner):
         return found.tokens, found.scores
 
     def _place(self, row: int, slot: int) -> int:
-        """Row of the feature store that belongs to a tree slot; that of zeros for none, -1."""
+        """Return the row of the feature store for a tree slot; the row of zeros for slot -1."""
         return row * self.shape.region + slot if slot >= 0 else self.memory.first_given - 1
 
     def _run_block(
         self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], rows: list[int]
     ) -> Tensor:
-        """Inject features that came, run the blocks of roots among their tokens, and read what blocks say of all nodes.
+        """Inject features that have come, run the blocks of roots among their tokens, and read the blocks of all nodes.
 
         Returns logits [M, vocab_size], -inf where there are no guesses.
         """
@@ -176,7 +176,7 @@ class TorchRunner(BurstRunner):
             head.extend(batch, given[:, : self.shape.feature_size], slots, self.memory.kv, self._attention)
             for place in fresh:
                 self._injected[rows[place]] |= 1 << nodes[place].slot
-            # Candidates of other tokens than a root do not count.
+            # Only candidates of roots count; other forced tokens have base -inf.
             roots = [place for place in fresh if nodes[place].base > -inf]
             if roots:
                 segments = [
@@ -196,8 +196,8 @@ class TorchRunner(BurstRunner):
         return logits
 
     def _block_segment(self, head: BlockHead, burst: Burst, node: StepNode, row: int, seen: int) -> Segment:
-        """What a root's block sees: of the context the checkpoint's window, the tree slots of tokens behind it that
-        have KV of features, and itself in the row's scratch."""
+        """Return what a root's block sees: the checkpoint's window of the context, the tree slots of later tokens that
+        have KV of features, and the block itself in the row's scratch."""
         size, start = head.block.size, self.memory.region_start(row)
         seen &= self._injected[row]
         tree = [start + slot for slot in range(self.shape.region) if seen >> slot & 1]
@@ -216,7 +216,7 @@ class TorchRunner(BurstRunner):
     def _propose_for(
         self, nodes: list[StepNode], rows: list[int], logits: Tensor, branching: int
     ) -> tuple[Tensor, Tensor]:
-        """Candidates of nodes int32 [M, k] and edge scores float32 [M, k]."""
+        """Return the nodes' candidates int32 [M, k] and edge scores float32 [M, k]."""
         tokens = torch.empty(len(nodes), branching, dtype=torch.int32)
         scores = torch.empty(len(nodes), branching)
         positions = torch.tensor([node.position for node in nodes])
@@ -244,7 +244,7 @@ class TorchRunner(BurstRunner):
         )
 
     def _places(self, burst: Burst) -> list[Tensor]:
-        """KV slots of each row's context, and of its tree region behind."""
+        """Return the KV slots of each row's context and, behind them, of its tree region."""
         memory, region = self.memory, self.shape.region
         return [
             torch.from_numpy(
@@ -267,20 +267,20 @@ class TorchRunner(BurstRunner):
 
 
 def step_pays(chances: Sequence[float], min_chance: float, least_gain: float) -> bool:
-    """Whether to run nodes of these chances: where they add up to `min_chance`, and bring as many tokens as
-    `least_gain`, if what hangs below a node is about as sure as the node was itself."""
+    """Whether to run nodes with these chances: they must add up to `min_chance`, and bring `least_gain` tokens if a
+    node's best child is about as likely as the node itself."""
     return sum(chances) >= min_chance and sum(chance * chance for chance in chances) >= least_gain
 
 
 _STEP_COST = 2.0
 """Tokens that are committed in the time of a round."""
 _MOST_GAIN = 0.4
-"""Asked of a step at most, however long the first ones took: of a text that is copied each brings 0.6 to 0.9."""
+"""Most tokens required of a step, however long the first steps took: in copied text each step brings 0.6 to 0.9."""
 _LEARN_RATE = 0.1
 
 
 def _follow(known: float, seconds: float) -> float:
-    """What something takes, as known, and as it took now. Pauses between requests are no rounds."""
+    """Return a moving mean of a time. Limits outliers, since pauses between requests are no rounds."""
     if not known:
         return min(seconds, 1.0)
     return known + _LEARN_RATE * (min(seconds, 4 * known) - known)
@@ -291,7 +291,7 @@ def _never() -> bool:
 
 
 _Entry = tuple[float, int, int, int, int, int, int, int, float]
-"""Minus the score, pool index, row of the burst, parent's slot, token, position, slot or -1, feature or -1, base."""
+"""Negated score, pool index, row of the burst, parent's slot, token, position, slot or -1, feature or -1, base."""
 
 
 class StepNode(NamedTuple):
@@ -300,27 +300,27 @@ class StepNode(NamedTuple):
     place: int
     """Index in the pool."""
     row: int
-    """Of the burst."""
+    """Row of the burst."""
     parent: int
-    """Tree slot; -1 where all before the token is context."""
+    """Tree slot of the parent; -1 if everything before the token is context."""
     token: int
     position: int
     slot: int
     feature: int
-    """Row of the given features; -1 for what the parent's step returned."""
+    """Row of `Burst.features`; -1 for the feature computed at the parent."""
     base: float
-    """Path score from which its candidates count."""
+    """Path score that the edge scores of the node's candidates are added to."""
 
 
 class HostFrontier:
     """The pool of one burst.
 
-    `masks[row][slot]`, by row of the runner, are the tree slots that the node in a slot sees, itself included, as bits
-    of an integer. They outlive the burst.
+    `masks[row][slot]`, by row of the runner, has the tree slots that the node in a slot sees, itself included, as bits
+    of an integer. The masks outlive the burst.
     """
 
     def __init__(self, burst: Burst, width: int, masks: list[list[int]], pool: tuple[int, int], lag: int) -> None:
-        """`width`: nodes of a step. `pool`: index of the first candidate, and candidates of a node."""
+        """`width`: most nodes of a step. `pool`: index of the first candidate, and candidates of a node."""
         self._masks = masks
         self._rows = burst.rows.rows.tolist()
         self._floor, self._lag = burst.floor, lag
@@ -342,7 +342,7 @@ class HostFrontier:
         heapify(self._heap)
 
     def take(self) -> list[StepNode]:
-        """The nodes of the next step, row by row, parents before children; they are in the pool no more."""
+        """Take the nodes of the next step out of the pool, row by row, parents before children."""
         heap = self._heap
         later: list[_Entry] = []
         taken: list[StepNode] = []
@@ -352,7 +352,7 @@ class HostFrontier:
             entry = heappop(heap)
             _, index, row, parent, token, position, slot, feature, base = entry
             if (row, parent) in late or (self._lag and feature < 0 and (row, parent) in own):
-                # It needs its parent's feature, which this step computes.
+                # The node needs its parent's feature, which this step computes.
                 if slot >= 0:
                     late.add((row, slot))
                 later.append(entry)
@@ -371,7 +371,7 @@ class HostFrontier:
         return taken
 
     def add(self, nodes: list[StepNode], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
-        """Add candidates of nodes; `place`: nodes of the steps before, padding included."""
+        """Add candidates of nodes; `place`: number of nodes in earlier steps, padding included."""
         for number, (node, children, scores) in enumerate(zip(nodes, tokens, edges, strict=True)):
             index = self._first + (place + number) * self.branching
             for child, (token, edge) in enumerate(zip(children, scores, strict=True)):
@@ -381,18 +381,18 @@ class HostFrontier:
                     heappush(self._heap, entry)
 
     def mask(self, node: StepNode) -> int:
-        """Which tree slots a node sees, as bits."""
+        """Return which tree slots a node sees, as bits."""
         mask: int = self._masks[self._rows[node.row]][node.slot]
         return mask
 
     def sees(self, nodes: list[StepNode], region: int) -> NDArray[np.bool_]:
-        """Which tree slots each node sees, bool [M, region]."""
+        """Return which tree slots each node sees, bool [M, region]."""
         data = b"".join(self.mask(node).to_bytes(region // 8, "little") for node in nodes)
         bits = np.frombuffer(data, np.uint8).reshape(len(nodes), -1)
         return np.unpackbits(bits, axis=1, bitorder="little").astype(np.bool_)
 
     @property
     def chances(self) -> list[float]:
-        """Of the nodes that the next step would take; infinite while one must be run."""
+        """Chances of the nodes that the next step would take; one infinite value while a node must be run."""
         best = sorted(self._heap)[: self._width]
         return [inf] if best and -best[0][0] >= FORCED else [exp(-entry[0]) for entry in best]
