@@ -86,7 +86,7 @@ class Drafter(AnyDrafter, ABC):
 
     @abstractmethod
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
-        """Follow the target, which committed `tokens`: `root` is the new root's id, `live` has all ids still alive.
+        """Follow a commit of `tokens` after those known. `root` is the new root's id, `live` has all ids still alive.
 
         After a miss a new epoch begins: `root` is 0 and `live` holds nothing else.
         """

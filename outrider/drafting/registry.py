@@ -21,7 +21,7 @@ from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
 _BESIDE_ON_DEMAND_FLOOR = 0.1
-"""The same beside a model that drafts on demand, on verify's cores: rounds take few nodes, and wait for these."""
+"""N-gram floor beside a model that drafts on demand on verify's cores: rounds take few nodes, and wait for these."""
 _MODEL_NODES = 1 << 16
 """More than verify ever gives credit for: the next rounds begin far below the root."""
 _MODEL_FLOOR = 0.0002

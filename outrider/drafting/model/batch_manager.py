@@ -242,7 +242,7 @@ class BatchManager:
         return bool(served or failed)
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
-        """Return the requests of which a burst must run something now, and drop complete ones from the incomplete."""
+        """Return the requests of which a burst must run something now; those that lack nothing are forgotten here."""
         return [context for context in list(self._incomplete.values()) if self._is_to_run(context, needs_run)]
 
     def mark_scheduled(self, context: DraftContext) -> None:
@@ -299,7 +299,7 @@ class BatchManager:
         self._changed[tree.handle] = context
 
     def _begin(self, tree: Tree, row: int, features: PendingFeatures) -> DraftContext:
-        """Return the context of an opened request, cut if it is long; `features` that came already are not cut."""
+        """Return the context of an opened request, cut if it is long. `features` that came already are of all of it."""
         shape, options = self._shape, self._options
         cut = cut_context(WHOLE, tree.author.committed_len - 1 - shape.lag, shape.window, shape.page_size)
         sinks = None

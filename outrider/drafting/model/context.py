@@ -15,8 +15,8 @@ class ContextCut(NamedTuple):
     """The part left out of a long context: a drafter is shown the first tokens and, right behind them, the last ones.
 
     A head guesses badly behind texts much longer than those that it was trained on. The first tokens are kept because
-    heads put surplus attention there (StreamingLLM, arXiv 2309.17453). Place p of the drafter's KV holds KV position p
-    of the sequence if p is below `sinks`, and p + `gap` from there on.
+    attention that is not needed elsewhere goes there (StreamingLLM, arXiv 2309.17453). Place p of the drafter's KV
+    holds KV position p of the sequence if p is below `sinks`, and p + `gap` from there on.
 
     Attention depends on distances alone. So rotary positions are p + `gap` for all places, and keys behind the gap do
     not depend on what a request leaves out.
@@ -176,7 +176,7 @@ class DraftContext:
 
     @property
     def feature_end(self) -> int:
-        """End of the tokens behind the context whose target features are here without a gap, as a position."""
+        """One past the position of the last token whose target feature is here, with no gap from the context on."""
         if not self.lag:
             return self.root + 1
         return self.features.end_from(self.end - 1) + 1

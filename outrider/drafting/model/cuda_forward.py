@@ -192,8 +192,8 @@ class BlockSteps(DraftSteps):
     def run_blocks(self, roots: BlockRoots, seen: Tensor | None = None) -> BlockLayout:
         """Run the blocks of R requests, for `read`; may be captured.
 
-        `seen`: int32 [M, region / 32], bits of the tree slots that each of the tokens sees among which the roots are.
-        Blocks see those of these slots that have keys of features, beside the context. None: only the context.
+        `seen`: int32 [M, region / 32], bits of the tree slots that each of M tokens sees; the roots are among these
+        tokens. Beside the context, blocks see those slots that have keys of features. None: they see only the context.
         """
         head, plan, region = self._head, self._memory.plan, self._shape.region
         num_rows, size = roots.positions.shape[0], head.block.size

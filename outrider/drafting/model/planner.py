@@ -258,7 +258,7 @@ class Planner:
         return max(context.num_with_features, context.first_unrun) > 0
 
     def plan(self, contexts: Sequence[DraftContext]) -> BurstPlan | None:
-        """Plan a burst of the tokens that `contexts` need, if they fit, and the best of the forest; None if empty."""
+        """Plan a burst of the tokens that `contexts` need, if they fit, and of the best entries; None without any."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
         if not contexts and not np.count_nonzero(forest.quotas):
             return None
