@@ -158,7 +158,7 @@ class DrawnBurst:
         """See PendingBurst."""
         return 0.0
 
-    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+    def wait_until_nearly_over(self, interrupted: Callable[[], bool]) -> bool:
         """See PendingBurst."""
         return True
 
@@ -174,7 +174,7 @@ class DrawnBurst:
         self.runner.queued.append(more)
         return more
 
-    def over(self, interrupted: Callable[[], bool]) -> bool:
+    def wait_until_over(self, interrupted: Callable[[], bool]) -> bool:
         """See PendingBurst."""
         return True
 

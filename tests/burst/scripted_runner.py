@@ -35,15 +35,15 @@ class PendingBurst:
     def step_seconds(self) -> float:
         return 0.0 if self._run is None else self._run.runner.step_seconds
 
-    def nearly(self, interrupted: Callable[[], bool]) -> bool:
-        return self.over(interrupted)
+    def wait_until_nearly_over(self, interrupted: Callable[[], bool]) -> bool:
+        return self.wait_until_over(interrupted)
 
     def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         if self._run is None:
             return None
         return self._run.runner.go_on(self, self._run, num_steps, reroots)
 
-    def over(self, interrupted: Callable[[], bool]) -> bool:
+    def wait_until_over(self, interrupted: Callable[[], bool]) -> bool:
         return self.ready or not interrupted()
 
     def wait(self) -> BurstResult:

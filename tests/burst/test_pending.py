@@ -39,22 +39,22 @@ def pending(event: Event | None, expected: float) -> tuple[PendingBurst, list[fl
 def test_what_arrives_ends_the_wait_while_the_end_is_far() -> None:
     one, noted = pending(Event(looks=1000), expected=3600.0)
     answers = iter([False, False, True])
-    assert not one.over(lambda: next(answers))
+    assert not one.wait_until_over(lambda: next(answers))
     assert not noted
 
 
 def test_the_end_of_a_burst_is_seen_and_timed() -> None:
     one, noted = pending(Event(looks=3), expected=3600.0)
-    assert one.over(lambda: False)
+    assert one.wait_until_over(lambda: False)
     assert len(noted) == 1
 
 
 def test_what_arrives_near_the_end_is_seen_too() -> None:
     one, noted = pending(Event(looks=1000), expected=0.0)
-    assert one.nearly(lambda: True)
-    assert not one.over(lambda: True)
+    assert one.wait_until_nearly_over(lambda: True)
+    assert not one.wait_until_over(lambda: True)
     assert not noted
-    assert one.over(lambda: False)
+    assert one.wait_until_over(lambda: False)
     assert len(noted) == 1
 
 
@@ -63,11 +63,11 @@ def test_a_part_is_timed_from_the_end_of_the_part_before() -> None:
     more = one.go_on(3)
     assert more is not None and (more.first_step, more.num_steps) == (2, 3)
     queued = more.began
-    assert one.nearly(lambda: False) and more.began == queued
-    assert one.over(lambda: False)
+    assert one.wait_until_nearly_over(lambda: False) and more.began == queued
+    assert one.wait_until_over(lambda: False)
     assert more.began > queued
 
 
 def test_without_a_device_there_is_nothing_to_wait_for() -> None:
     one, _ = pending(None, expected=3600.0)
-    assert one.over(lambda: True)
+    assert one.wait_until_over(lambda: True)

@@ -154,7 +154,7 @@ class BurstGrower(Grower):
         active = self._active
         if active is not None and self._follow_ahead(active):
             # Queue the next part before publishing, which takes longer than the rest of the part that is nearly over.
-            if active.more is None and active.pending.nearly(_immediately):
+            if active.more is None and active.pending.wait_until_nearly_over(_immediately):
                 active.more = self._go_on(active)
             if len(active.plan.rows) <= _FEW_ROWS:
                 self._publisher.prepare()
@@ -162,11 +162,11 @@ class BurstGrower(Grower):
             if active is not None:
                 may_wait = wait or active.pending.done()
                 self._note_host_work()
-                if not active.pending.nearly(interrupted if may_wait else _immediately):
+                if not active.pending.wait_until_nearly_over(interrupted if may_wait else _immediately):
                     return
                 if active.more is None:
                     active.more = self._go_on(active)
-                if (not wait and not active.pending.done()) or not active.pending.over(interrupted):
+                if (not wait and not active.pending.done()) or not active.pending.wait_until_over(interrupted):
                     return
                 if active.more is not None:
                     self._part_ended_at = perf_counter()

@@ -77,8 +77,8 @@ class PendingBurst:
         """Whether `wait` would return at once. Always true on a CPU, where `wait` runs the burst if necessary."""
         return self.event is None or self.event.query()
 
-    def nearly(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait, as `over` does, until the part is nearly over; False if `interrupted()` meanwhile."""
+    def wait_until_nearly_over(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait, as `wait_until_over` does, until the part is nearly over; False if `interrupted()` meanwhile."""
         event = self.event
         if event is None:
             self.runner.run_until(interrupted)
@@ -89,9 +89,9 @@ class PendingBurst:
                 return False
         return True
 
-    def over(self, interrupted: Callable[[], bool]) -> bool:
+    def wait_until_over(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until the part is over, without holding the interpreter; False if `interrupted()` meanwhile."""
-        if not self.nearly(interrupted):
+        if not self.wait_until_nearly_over(interrupted):
             return False
         event = self.event
         if event is not None:
