@@ -172,7 +172,7 @@ class NodeGrower(Grower):
         self._drafter.open(tree)
         self._queues[tree.handle] = GrowthQueue(tree, self.limits)
         # Other requests may have spent all asks since their last commit; a new one must get guesses before its first.
-        self._may_ask()
+        self._renew_asks()
         self.changed(tree)
 
     def close(self, tree: Tree) -> None:
@@ -185,14 +185,14 @@ class NodeGrower(Grower):
         """Tell the drafter about committed tokens; after a miss, begin at the root again."""
         author, queue = tree.author, self._queues[tree.handle]
         live = [author.root] if missed else author.live_ids()
-        self._may_ask()
+        self._renew_asks()
         self._drafter.commit(tree.handle, author.tokens[known:], author.root, set(live))
         if missed:
             queue.restart()
         else:
             queue.reroot()
 
-    def _may_ask(self) -> None:
+    def _renew_asks(self) -> None:
         """Renew a tree's share of nodes to expand, after it was opened or had a commit."""
         count = len(self._queues)
         most, share = (_MAX_ASKS, max(_MAX_ASKS // count, 1)) if count > 1 else (_MAX_LONE_ASKS, _MAX_LONE_ASKS)
