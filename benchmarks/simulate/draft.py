@@ -255,6 +255,6 @@ class DraftService:
         follow: Any = actor.charged(
             "follow", reroot.reroot, lambda _, steps: costs.follow + costs.follow_row * len(steps)
         )
-        reaches = actor.charged("reaches", reroot.reaches, lambda *_: costs.reach)
+        has_path = actor.charged("has_path", reroot.has_path, lambda *_: costs.reach)
         clocks = [(one, "perf_counter", actor.clock) for one in (growth, publisher, runner, draft_engine)]
-        return [*clocks, (batch_manager, "reroot", follow), (batch_manager, "reaches", reaches)]
+        return [*clocks, (batch_manager, "reroot", follow), (batch_manager, "has_path", has_path)]

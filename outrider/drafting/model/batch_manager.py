@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.drafting.model.context import WHOLE, DraftContext, cut_context
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
-from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot
+from outrider.drafting.model.forest import DraftForest, RerootStep, has_path, reroot
 from outrider.drafting.model.kv import ContextKVManager, DeclinedError
 from outrider.drafting.tree_growth import Grower, Refusal, Tree
 from outrider.errors import raise_device_failure
@@ -198,7 +198,7 @@ class BatchManager:
             if not tokens:
                 if misses and context.lag and self._is_granted(context):
                     others.append(context)
-            elif misses or reaches(self._forest, context.row, tokens):
+            elif misses or has_path(self._forest, context.row, tokens):
                 behind.append(context)
         self._reroot(behind)
         for context in behind:

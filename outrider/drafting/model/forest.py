@@ -338,7 +338,7 @@ def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResul
     return [RerootResult(*one) for one in zip(slots, found, strict=True)]
 
 
-def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
+def has_path(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
     """Whether the tree of a row has the path along these tokens."""
     entries, count, above = forest.entries, forest.entries.count, int(forest.roots[row])
     for token in tokens:
