@@ -327,7 +327,7 @@ def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResul
     else:
         slots, last = _walk_many(forest, touched, parents, steps)
     found = [place >= 0 and not step.discards for place, step in zip(last, steps, strict=True)]
-    dead = _beside(touched, parents, inner, [place for place, there in zip(last, found, strict=True) if there])
+    dead = _off_path(touched, parents, inner, [place for place, there in zip(last, found, strict=True) if there])
     _kill(forest, touched[dead], steps)
     _rebase(forest, touched[~dead], steps, touched[last].tolist(), found)
     fresh = [step for step, there in zip(steps, found, strict=True) if not there]
@@ -426,7 +426,7 @@ def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]
     return [slots[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[int]) -> NDArray[np.bool_]:
+def _off_path(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[int]) -> NDArray[np.bool_]:
     """Return a mask [T] of the touched entries that are neither new roots, at places `where`, nor below one.
 
     `inner`: mask of entries that may have children, which are few; the others share their parent's fate.
