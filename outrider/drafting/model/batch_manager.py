@@ -354,7 +354,7 @@ class BatchManager:
         # Verify has no tree after a miss, so the root runs first and KV is moved after that.
         if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._move_final(context):
             return
-        if self._options.takes_in and context.seen < context.tree.author.next_id:
+        if self._options.adopts_foreign_nodes and context.seen < context.tree.author.next_id:
             self._forest.adopt(context.row, context.tree.author, context.seen)
             context.seen = context.tree.author.next_id
         self._set_bounds(context)

@@ -123,7 +123,7 @@ class BurstGrower(Grower):
 
     def foreign_nodes_added(self, tree: Tree) -> None:
         """Make entries of nodes that another grower appended, if the options say so."""
-        if not self._options.takes_in:
+        if not self._options.adopts_foreign_nodes:
             return
         context = self._batch_manager.find(tree.handle)
         if context is not None and context.seen < tree.author.next_id:

@@ -76,7 +76,7 @@ class GrowthOptions:
     target's features, and nothing is run before. 0 grows ahead for a lone request, too."""
 
     @property
-    def takes_in(self) -> bool:
+    def adopts_foreign_nodes(self) -> bool:
         """Whether nodes of other growers become entries, which would end bursts that go on past commits."""
         return not self.most_steps
 

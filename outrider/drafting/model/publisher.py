@@ -47,7 +47,7 @@ class NodePublisher:
         self._growth = growth
         self._source = limits.sources.start
         # Whether others append nodes that do not become entries.
-        self._skips_foreign = limits.shared and not options.takes_in
+        self._skips_foreign = limits.shared and not options.adopts_foreign_nodes
         self._most_sent = options.lone_nodes
         self._queue = _NOTHING  # entries, the best first
         self._is_ready = np.empty(0, np.bool_)  # of each in `_queue`; a row's ready entries come before its others
