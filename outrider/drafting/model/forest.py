@@ -147,9 +147,9 @@ class DraftForest:
             bounds = list(pairwise(ends))
         entries.append_children(nodes.repeat(branching)[kept], tokens[kept], edges[kept], bounds)
         if self.has_foreign_nodes:
-            self._ran_again(nodes, slots, start)
+            self._note_run_again(nodes, slots, start)
         else:
-            self._ran(nodes, slots, collector.row)
+            self._note_run(nodes, slots, collector.row)
 
     def adopt(self, row: int, author: TreeAuthor, first: int) -> None:
         """Add entries for nodes that other growers appended to a row's author, from id `first` on, if there is room."""
@@ -223,7 +223,7 @@ class DraftForest:
             keep[offered] = False
             places[offered + result.first] = matches
 
-    def _ran(self, nodes: Ints, slots: Int32s, row: int = -1) -> None:
+    def _note_run(self, nodes: Ints, slots: Int32s, row: int = -1) -> None:
         """Note that entries were run in these slots. Slots of dead entries are freed.
 
         `nodes` are -1 where nothing was run. `row`: see BurstCollector.
@@ -245,8 +245,8 @@ class DraftForest:
         entries.slots[nodes] = slots
         entries.ranks[nodes] = DEAD
 
-    def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
-        """As `_ran`, but entries may have been run before, and may have children.
+    def _note_run_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
+        """As `_note_run`, but entries may have been run before, and may have children.
 
         Entries are run again only below a block head's root that is run again. Its nodes attend to no tree node, so a
         node may move to another slot. Its children must take the state that it leaves in that slot.
@@ -261,7 +261,7 @@ class DraftForest:
             self.slots.free(rows, known[moved])
             self.slots.fill(rows, slots[moved])
             entries.slots[nodes[moved]] = slots[moved]
-        self._ran(nodes[fresh], slots[fresh])
+        self._note_run(nodes[fresh], slots[fresh])
         before = nodes[nodes < count]
         if len(before):
             self._admit_children(before)
