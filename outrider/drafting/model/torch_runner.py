@@ -75,7 +75,7 @@ class TorchRunner(BurstRunner):
     def _run(self, pending: PendingBurst) -> BurstResult:
         pending.ran = True
         began = perf_counter()
-        self._round_seconds = _follow(self._round_seconds, began - self._ended_at)
+        self._round_seconds = _moving_mean(self._round_seconds, began - self._ended_at)
         least_gain = self._least_gain(pending.burst)
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
@@ -111,7 +111,7 @@ class TorchRunner(BurstRunner):
             num_run = number + 1
         self._ended_at = perf_counter()
         if num_run:
-            self._seconds_a_step = _follow(self._seconds_a_step, (self._ended_at - began) / num_run)
+            self._seconds_a_step = _moving_mean(self._seconds_a_step, (self._ended_at - began) / num_run)
         result.cut = pending.cut
         return result
 
@@ -279,7 +279,7 @@ _MOST_GAIN = 0.4
 _LEARN_RATE = 0.1
 
 
-def _follow(known: float, seconds: float) -> float:
+def _moving_mean(known: float, seconds: float) -> float:
     """Return a moving mean of a time. Limits outliers, since pauses between requests are no rounds."""
     if not known:
         return min(seconds, 1.0)
