@@ -114,7 +114,7 @@ def only_token(mask: NDArray[np.int32]) -> int | None:
 
 
 class DraftGrammars:
-    """Gives the authors of requests with a grammar their guides. Called on the engine's thread; compiles on its own."""
+    """Gives authors of requests with a grammar their guides. The engine's thread calls; another thread compiles."""
 
     def __init__(self, options: DraftOptions) -> None:
         self._options = options

@@ -43,12 +43,12 @@ def failure(error: int) -> InternalError:
 
 
 class DeviceSampler:
-    """Samples for the requests in its tables. docs/sampling.md says what is computed."""
+    """Samples the tokens of the requests in its tables. docs/sampling.md says what is computed."""
 
     def __init__(
         self, num_rows: int, max_tokens: int, max_depth: int, vocab_size: int, device: torch.device, rule: AcceptRule
     ) -> None:
-        """Most requests in the tables, tokens in a round, and tokens that a round commits to a request."""
+        """Most requests (`num_rows`), tokens of a round, and committed tokens of a request in a round (`max_depth`)."""
         self._vocab_size = vocab_size
         self._rule = rule
         self._tables = SamplingTables(

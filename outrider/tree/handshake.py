@@ -157,7 +157,7 @@ class ProjectionReader:
         self._digest = hashlib.sha256()
 
     def take(self, part: ProjectionPart) -> bool:
-        """Take a part, and return whether the projection is complete. Raises InvalidRequestError for a wrong part."""
+        """Take the next part; return whether the projection is complete. Raises InvalidRequestError for other parts."""
         if not self._dtype:
             self._begin(part)
         if (part.num_columns, part.dtype) != (self._num_columns, self._dtype):

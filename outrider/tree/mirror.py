@@ -254,7 +254,7 @@ class TreeMirror:
         return False
 
     def _observe(self) -> None:
-        """Note, for each node that the root has passed, which of its children were right."""
+        """Note which children of each node that the committed path has left were right."""
         unresolved = [(self.root, self.tokens[self.root_len])] if self.num_unresolved else []
         for slot, token in self._steps + unresolved:
             for _, child in self.below[slot]:
