@@ -1,7 +1,7 @@
 """Frames between the door and the engine process of a draft service. Torch-free.
 
-They take two sockets, so that no commit waits behind features: `FromDoor` and `FromEngine` are on one of them,
-`FeaturesFromDoor` and `FeaturesFromEngine` on the other. How they are cut and packed is in `outrider.host.frames`.
+Frames travel on two sockets, so that no commit waits behind features: `FromDoor` and `FromEngine` on one,
+`FeaturesFromDoor` and `FeaturesFromEngine` on the other. `outrider.host.frames` defines their framing and packing.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from outrider.tree.author import Outcome
 GROWTH_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0),
 )
-"""Bounds by which slices of growth are counted."""
+"""Histogram bounds for the time of a slice of growth."""
 
 
 class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
-    """What the door is told of the drafter."""
+    """What the door knows about the drafter."""
 
     hello: Hello
-    """Hello of every session, without the session's tokens."""
+    """The Hello sent in every session, without the session's tokens."""
     any_target_drafters: frozenset[int] = frozenset()
-    """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
+    """Numbers of the drafters that work with any target, such as n-grams, if there are several drafters."""
     maps_memory: bool = False
-    """Whether features may lie in memory of verify's."""
+    """Whether the engine can map verify's memory and read features there."""
     gauges: tuple[str, ...] = ()
-    """Names of the sizes that it tells."""
+    """Names of the sizes that the drafter reports."""
 
 
 class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """door -> engine: a session with a verify service began, under a number that is never used again.
 
-    All sessions that are open at a time have the same target.
+    All sessions that are open at the same time have the same target.
     """
 
     session: int
@@ -53,9 +53,9 @@ class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     tokenizer_hash: str
     """SHA-256 of the target's tokenizer.json, hexadecimal; empty if verify does not say."""
     parts: frozenset[int] | None
-    """Numbers of the drafters that guess for it; None for all."""
+    """Numbers of the drafters that guess for this session; None for all."""
     line_token: str = ""
-    """By which its verify engine names it where it calls directly; empty if it was not told how."""
+    """Token by which the verify engine names the session on a line; empty if no line was offered."""
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -63,10 +63,10 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class AskState(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """door -> engine: tell the state now."""
+    """door -> engine: report the state now."""
 
     number: int
-    """Comes back in `DraftEngineState.reply_to`."""
+    """Returned in `DraftEngineState.reply_to`."""
 
 
 class ToVerify(msgspec.Struct, frozen=True, array_like=True):
@@ -77,22 +77,22 @@ class ToVerify(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """engine -> door: what a turn of the engine brought."""
+    """engine -> door: the answers of one turn of the engine."""
 
     messages: list[ToVerify]
 
 
 class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """engine -> door: what is open now, and what was counted since the last time."""
+    """engine -> door: what is open now, and the counts since the last report."""
 
     reply_to: int = 0
-    """Number of the `AskState` that it answers; 0 if it came by itself."""
+    """Number of the `AskState` that this answers; 0 if the engine sent it unasked."""
     num_requests: int = 0
     num_nodes: int = 0
     gauges: dict[str, int] = {}
     """Sizes of the drafter by name."""
     grown: dict[int, int] = {}
-    """Nodes by number of their source."""
+    """Nodes by source number."""
     commits: dict[Outcome, int] = {}
     declines: dict[DeclineReason, int] = {}
     dropped: dict[str, int] = {}
@@ -100,45 +100,45 @@ class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     bursts: dict[str, float] = {}
     """Figures of bursts by name."""
     slices: list[int] = []
-    """Slices of growth, by GROWTH_SECONDS; the last ones were longer than all of them."""
+    """Number of growth slices in each interval of GROWTH_SECONDS; the last entry counts those above all bounds."""
     slice_seconds: float = 0.0
-    """What they took together."""
+    """Total time of these slices."""
     phases: dict[str, list[int]] = {}
-    """Answers to commits by phase and by ANSWER_SECONDS; the last ones took longer than all of them."""
+    """By phase, answers to commits in each interval of ANSWER_SECONDS; the last entry counts those above all bounds."""
     phase_seconds: dict[str, float] = {}
-    """What each phase took in sum."""
+    """Total time of each phase."""
 
 
 class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """door -> engine: the features stream of a session began; there is one at most."""
+    """door -> engine: the features stream of a session began; a session has at most one."""
 
     session: int
     begin: FeaturesBegin
-    """Where it has a ring to map, `FeatureStreamReady` answers."""
+    """If it names a ring to map, the engine answers with `FeatureStreamReady`."""
 
 
 class FeatureStreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """door -> engine: it has ended; its ring is to be unmapped."""
+    """door -> engine: the features stream of a session has ended; unmap its ring."""
 
     session: int
 
 
 class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """door -> engine: the next bytes of the drafter's projection; `ProjectionAnswer` answers."""
+    """door -> engine: send the bytes of the drafter's projection from `offset` on, as `ProjectionAnswer`."""
 
     session: int
     offset: int
 
 
 class FeatureStreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """engine -> door: features may come."""
+    """engine -> door: the engine is ready to take features."""
 
     session: int
     uses_ring: bool
 
 
 class FeaturesTaken(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door: the next `FeaturePieces` of the session are done with."""
+    """engine -> door: the engine is done with the next `FeaturePieces` of the session."""
 
     session: int
 
@@ -155,7 +155,7 @@ class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     session: int
     part: ProjectionPart
     total: int
-    """Bytes of all of it."""
+    """Size of the whole projection in bytes."""
 
 
 FromDoor = Start[DraftOptions] | Stop | SessionUp | SessionDown | FromVerify | Drain | AskState

@@ -26,16 +26,16 @@ _logger = get_logger(__name__)
 
 ENGINE_MODULE = "draft_service.engine.worker"
 _GC_THRESHOLD = 50_000
-"""The door's messages are many small objects without cycles: the collector looks at them seldom."""
+"""The door's messages are many small objects without cycles, so the collector need not run often."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the service; returns the process's exit code."""
+    """Run the service; return the process's exit code."""
     return run_service(serve, parse_options(DraftOptions, argv, prog="python -m draft_service"))
 
 
 async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set, then drain. Returns the exit code; raises ConfigError."""
+    """Serve until `stop` is set, then drain. Return the exit code. Raises ConfigError."""
     options.check()
     switch_threads_often()
     server_options = door_options(options, options.read_auth_tokens())
@@ -92,7 +92,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
 async def start_engine(
     options: DraftOptions,
 ) -> tuple[EngineProcess[DrafterProfile], RemoteDraftEngine, RemoteFeatures]:
-    """Start the engine process and have it load its drafters; it is not ready yet. Call it on the main thread."""
+    """Start the engine process, without waiting until it has loaded its drafters. Call this on the main thread."""
     engine, features = RemoteDraftEngine(), RemoteFeatures()
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(options.threads))
     # The engine opens no door: it needs no tokens.
@@ -101,7 +101,7 @@ async def start_engine(
 
 
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
-    """Add the gauges of what is open now; `gauges` are the drafter's."""
+    """Add gauges of what is open now; `gauges` names those of the drafter."""
     metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
     metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
     metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: engine.state.num_nodes)

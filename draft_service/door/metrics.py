@@ -1,4 +1,4 @@
-"""What the draft service tells Prometheus."""
+"""Prometheus metrics of the draft service."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DraftMetrics:
         }
 
     def take(self, state: DraftEngineState) -> None:
-        """Add what the engine has counted."""
+        """Add the engine's counts since the last state."""
         for source, count in state.grown.items():
             self.nodes_grown[source].inc(count)
         for outcome, count in state.commits.items():
@@ -70,7 +70,7 @@ class DraftMetrics:
             self._phases.add(phase, counts, state.phase_seconds[phase])
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value is read when it is asked for."""
+        """Add a gauge whose value is read at each scrape."""
         Gauge(name, help, registry=self.registry).set_function(read)
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
@@ -78,19 +78,19 @@ class DraftMetrics:
 
 
 class _Counted(Collector):
-    """A histogram that is counted elsewhere: thousands of observations a second are no work for an event loop."""
+    """A histogram that the engine counts: thousands of observations a second are too many for an event loop."""
 
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)
     ) -> None:
-        """`values`: of the label, if there is one."""
+        """`values` are those of `label`, if there is one."""
         self._name, self._text, self._label = name, text, label
         self._bounds = [*map(str, bounds), "+Inf"]
         self._counts = {value: [0] * len(self._bounds) for value in values}
         self._seconds = dict.fromkeys(values, 0.0)
 
     def add(self, value: str, counts: list[int], seconds: float) -> None:
-        """So many more in each interval, and what all of them took; `value`: of the label."""
+        """Add observations by interval, and their total time, to the series with this label value."""
         for place, count in enumerate(counts):
             self._counts[value][place] += count
         self._seconds[value] += seconds

@@ -1,4 +1,4 @@
-"""The engine as the door sees it: sessions, their messages and features go in, trees and figures come out."""
+"""The engine as the door sees it: sessions, messages and features go in; trees and counts come out."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin,
 
 
 class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
-    """The door's end of the socket that features take."""
+    """The door's end of the socket for features."""
 
     def __init__(self) -> None:
         super().__init__(features_from_engine)
         self.streams: dict[int, FeatureStream] = {}
-        """Those that have not ended, by session."""
+        """Streams that have not ended, by session."""
 
     async def open(self, session: int, begin: FeaturesBegin) -> FeatureStream:
-        """Begin a features stream of the session of this number; returns once the engine has mapped its ring, or not.
+        """Begin the features stream of a session.
 
-        A beginning without a ring waits for nothing.
+        With a ring, return once the engine has mapped it or has failed to; without one, return at once.
         """
         stream = self.streams[session] = FeatureStream(self, session)
         self.send(FeatureStreamUp(session, begin))
@@ -60,13 +60,13 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
 
     def receive(self, frame: FeaturesFromEngine) -> None:
         """See FrameConnection."""
-        # A stream that ended meanwhile is not there any more.
+        # The stream may have ended meanwhile.
         if (stream := self.streams.get(frame.session)) is not None:
             stream.receive(frame)
 
 
 class FeatureStream:
-    """One features stream on its way to the engine, which takes its messages in their order."""
+    """The door's side of one features stream, whose messages the engine takes in order."""
 
     def __init__(self, remote: RemoteFeatures, session: int) -> None:
         self.uses_ring = False
@@ -84,10 +84,10 @@ class FeatureStream:
         self._has_release = asyncio.Event()
 
     async def submit(self, pieces: Sequence[tuple[int, Features | None]]) -> int:
-        """Hand over what came in one message, by sequence numbers; returns how many were dropped.
+        """Hand over the pieces of one message, each with its sequence number; return how many were dropped.
 
-        That is once most of it has left: no stream is read faster than the engine works. Dropped is what is malformed
-        (None), and pieces whose number does not rise.
+        Returns once most of the data has left, so that no stream is read faster than the engine works. Malformed pieces
+        (None) and pieces whose number does not rise are dropped.
         """
         before, features = self._newest, []
         for sequence, piece in pieces:
@@ -101,7 +101,7 @@ class FeatureStream:
         return len(pieces) - len(features)
 
     async def next_release(self) -> int:
-        """Wait until the engine takes more; returns the number of the last features that it is done with.
+        """Wait until the engine has released more features; return the sequence number of the last ones.
 
         Raises InternalError once the ring cannot be read any more.
         """
@@ -112,18 +112,18 @@ class FeatureStream:
         return self._released
 
     async def projection_part(self, offset: int) -> tuple[ProjectionPart, bool]:
-        """The bytes of the drafter's projection from `offset` on, and whether they are the last."""
+        """Return the part of the drafter's projection at `offset`, and whether it is the last one."""
         self._part = asyncio.get_running_loop().create_future()
         self._remote.send(AskProjection(self._session, offset))
         return await self._part
 
     def close(self) -> None:
-        """It has ended."""
+        """Tell the engine that the stream has ended."""
         if self._remote.streams.pop(self._session, None) is not None:
             self._remote.send(FeatureStreamDown(self._session))
 
     def receive(self, frame: FeaturesFromEngine) -> None:
-        """Handle a frame of the engine."""
+        """Handle a frame from the engine."""
         match frame:
             case FeaturesTaken():
                 self._released = self._handed_over.popleft()
@@ -141,28 +141,28 @@ class FeatureStream:
 
 
 _STATE_SECONDS = 1.0
-"""How long an engine may take to tell its state; then the last one is what is known."""
+"""How long to wait for the engine's state before using the last known one."""
 _DRAIN_POLL_SECONDS = 0.05
 
 
 class VerifySession:
-    """A speculation stream, and the bounded queue of what the engine answers it. Used on the event loop alone.
+    """A speculation stream, and the bounded queue of the engine's answers to it. Used only on the event loop.
 
-    A verify service that does not read loses its session and harms no other.
+    A verify service that does not read loses its session; other sessions are not affected.
     """
 
     def __init__(self, max_queued: int) -> None:
         self.number = 0
-        """Number under which the engine knows it; 0 before its begin and after its end."""
+        """Number under which the engine knows the session; 0 before it begins and after it has ended."""
         self._max_queued = max_queued
         self._outbound: deque[DraftMessage] = deque()
         self._has_outbound = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Whoever waits for it is told why; nobody has to.
+        # Retrieve the error here: nobody has to wait for the end, and asyncio warns of errors never retrieved.
         self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
-        """Queue answers. Only those that wait already say that nobody reads: many requests are answered at once."""
+        """Queue answers. Only those already waiting count against the limit: many requests may be answered at once."""
         if self._over.done():
             return
         if len(self._outbound) > self._max_queued:
@@ -173,7 +173,7 @@ class VerifySession:
         self._has_outbound.set()
 
     async def next_answers(self) -> list[DraftMessage]:
-        """Wait for answers and take all of them; none once too many have waited."""
+        """Wait for answers and return all of them; empty once too many have waited."""
         await self._has_outbound.wait()
         self._has_outbound.clear()
         answers = list(self._outbound)
@@ -184,12 +184,12 @@ class VerifySession:
         """Wait until the session has ended. Raises OverloadedError once too many answers wait to be read, and
         UnavailableError once its line is lost.
 
-        Apart from `next_answers`, because a writer whose peer reads nothing comes back from no write.
+        Separate from `next_answers`, because a writer whose peer reads nothing never returns from its write.
         """
         await asyncio.shield(self._over)
 
     def end(self, error: OutriderError | None = None) -> None:
-        """Answers are dropped from here on; who waits for the session's end gets the error."""
+        """End the session: drop answers from now on, and give `error` to whoever waits for the end."""
         self._outbound.clear()
         if not self._over.done():
             if error is None:
@@ -199,48 +199,48 @@ class VerifySession:
 
 
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
-    """The door's end of the socket that trees take."""
+    """The door's end of the socket for commits and trees."""
 
     SILENCE = "the engine has not answered"
 
     def __init__(self) -> None:
         super().__init__(from_engine)
         self.state = DraftEngineState()
-        """What was open a moment ago."""
+        """The last state that the engine reported."""
         self.on_state: Callable[[DraftEngineState], None] | None = None
-        """Told what was counted."""
+        """Called with each state, to take its counts."""
         self._numbers = itertools.count(1)
         self._sessions: dict[int, VerifySession] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}
 
     @property
     def num_requests(self) -> int:
-        """Requests that were open a moment ago."""
+        """Requests that were open at the last report."""
         return self.state.num_requests
 
     def expects_sign(self) -> bool:
-        """See EngineConnection: it tells its state when asked."""
+        """See EngineConnection. Asks for the state; the answer is the sign."""
         self.send(AskState(next(self._numbers)))
         return True
 
     def attach(self, session: VerifySession, up: SessionUp) -> None:
-        """A session began; it gets its number here."""
+        """Give a new session its number, and tell the engine about it."""
         session.number = next(self._numbers)
         self._sessions[session.number] = session
         self.send(replace(up, session=session.number))
 
     def submit(self, session: VerifySession, messages: list[VerifyMessage]) -> None:
-        """Have a batch of a session's messages applied."""
+        """Have the engine apply a batch of a session's messages."""
         self.send(FromVerify(session.number, messages))
 
     def detach(self, session: VerifySession) -> None:
-        """Have everything of a session freed."""
+        """Have the engine free everything of a session."""
         del self._sessions[session.number]
         self.send(SessionDown(session.number))
         session.number = 0
 
     async def drain(self) -> None:
-        """Open no more requests; returns once none is open, or the engine is gone."""
+        """Open no more requests; return once none is open, or the engine is gone."""
         self.send(Drain())
         await self._refresh_state()
         while self.state.num_requests and not self.gone:
@@ -248,13 +248,13 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
             await self._refresh_state()
 
     async def ask(self) -> DraftEngineState:
-        """The state after all that was sent before, or the last one that is known of an engine that is busy or gone."""
+        """Return the state after everything sent so far; if the engine is busy or gone, the last known state."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._refresh_state(), _STATE_SECONDS)
         return self.state
 
     async def _refresh_state(self) -> None:
-        """Return when `state` tells of all that was sent before, or the engine is gone."""
+        """Wait until `state` covers everything sent so far, or the engine is gone."""
         if self.gone:
             return
         number = next(self._numbers)
@@ -270,7 +270,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         match frame:
             case TurnUpdates():
                 for answers in frame.messages:
-                    # A session that ended meanwhile is not there any more.
+                    # The session may have ended meanwhile.
                     if (session := self._sessions.get(answers.session)) is not None:
                         session.send(answers.messages)
             case DraftEngineState():
@@ -280,7 +280,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
                     session.end(UnavailableError("the line between the engines is lost; begin a new session"))
 
     def on_lost(self) -> None:
-        """Whoever waits for its state waits no longer."""
+        """Release everybody who waits for the state."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_result(None)

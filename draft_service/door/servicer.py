@@ -55,7 +55,7 @@ _FeaturesContext = grpc.aio.ServicerContext[
 
 @dataclass(eq=False, repr=False)
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Speculation streams and information about the drafter."""
+    """Serves speculation streams, features streams, and information about the drafter."""
 
     engine: RemoteDraftEngine
     features: RemoteFeatures
@@ -63,7 +63,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     options: DraftOptions
     metrics: DraftMetrics
     _broken_rings: deque[bytes] = field(default_factory=lambda: deque(maxlen=_MAX_BROKEN_RINGS))
-    """Handles of those that could not be read."""
+    """Handles of rings that could not be read."""
     _sessions: set[VerifySession] = field(default_factory=set)
     _awaiting: dict[str, VerifySession] = field(default_factory=dict)
     """Sessions whose features stream has not begun, by their tokens."""
@@ -71,7 +71,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def num_sessions(self) -> int:
-        """Streams that have said hello."""
+        """Number of streams that have sent their Hello."""
         return len(self._sessions)
 
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
@@ -92,7 +92,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
 
     async def Features(self, request_iterator: object, context: _FeaturesContext) -> None:
-        """Take the features of one session until it ends or the stream does."""
+        """Take the features of one session until the session or the stream ends."""
         first: object = await context.read()
         if not isinstance(first, draft_pb2.DraftServiceFeaturesRequest):
             raise InvalidRequestError("event", "is missing", "begin the stream with a begin")
@@ -117,14 +117,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             )
         finally:
             if stream.broken and ring is not None:
-                # The session is dialled again, and goes without a ring.
+                # Verify will dial again; the new session then does without this ring.
                 self._broken_rings.append(ring.handle)
             stream.close()
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
     ) -> draft_pb2.DraftServiceGetInfoResponse:
-        """Describe drafter and load."""
+        """Describe the drafter and its load."""
         state = await self.engine.ask()
         return draft_pb2.DraftServiceGetInfoResponse(
             sources=self.profile.hello.sources,
@@ -171,7 +171,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _messages(
         self, context: grpc.aio.ServicerContext[Any, Any], kind: type[MessageT]
     ) -> AsyncIterator[MessageT]:
-        """What comes until the stream ends. Bytes that are no message, and so name no request, are counted."""
+        """Yield messages until the stream ends. Count undecodable bytes: they name no request to decline."""
         while True:
             try:
                 message: object = await context.read()
@@ -189,15 +189,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             except InvalidRequestError:
                 messages = self._decode_each(session, part)
             if messages:
-                # No stream is read faster than the engine works.
+                # Read no stream faster than the engine works.
                 await self.engine.writable()
                 self.engine.submit(session, messages)
-            await asyncio.sleep(0)  # other sessions have their turn
+            await asyncio.sleep(0)  # let other sessions run
 
     def _decode_each(
         self, session: VerifySession, batch: draft_pb2.DraftServiceSpeculateRequest
     ) -> list[VerifyMessage]:
-        """Decode what can be, and decline the requests of the other events."""
+        """Decode the events one by one, and decline the requests of malformed ones."""
         messages: list[VerifyMessage] = []
         for event in batch.events:
             try:
@@ -210,13 +210,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) -> tuple[Hello, SessionUp]:
-    """What to answer a verify service, and its session, which has no number yet. Raises what `agree` raises.
+    """Return our Hello to a verify service, and its session, which has no number yet. Raises what `agree` raises.
 
-    Where a draft model was not made for the target, drafters beside it that take any target guess alone.
+    If the draft model does not fit the target, only the drafters beside it that work with any target guess.
     """
     offered, parts = profile.hello, None
     line = None if offered.line is None else replace(offered.line, token=secrets.token_hex(16))
-    # A features stream names its session by a token, too.
+    # The features stream also names its session by a token.
     ours = replace(offered, features_token=secrets.token_hex(16) if offered.feature_layers else "", line=line)
     try:
         terms = agree(theirs, ours)
@@ -225,7 +225,7 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) 
             raise
         parts = profile.any_target_drafters
         names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)
-        # Sources are those of all: nodes name them by their numbers among these.
+        # The sources of all drafters: a node names its source by the index in this list.
         ours = Hello(
             offered.protocol_version,
             offered.noise_version,
@@ -243,7 +243,7 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) 
 
 
 def check_same_target(target: SessionUp, served: SessionUp) -> None:
-    """Raise HandshakeError if a session is of another target than those that are served now."""
+    """Raise HandshakeError if the target of a new session is not the one that is `served` now."""
     for name in ("vocab_size", "tokenizer_hash"):
         theirs, ours = getattr(target, name), getattr(served, name)
         if theirs != ours:
@@ -254,7 +254,7 @@ def check_same_target(target: SessionUp, served: SessionUp) -> None:
 
 
 def _split_hello(batch: object) -> tuple[Hello, list[draft_pb2.VerifyEvent]]:
-    """The hello that a stream begins with, and the events behind it."""
+    """Return the Hello that a stream begins with, and the events after it."""
     if isinstance(batch, draft_pb2.DraftServiceSpeculateRequest) and batch.events:
         hello = decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=batch.events[:1]))[0]
         if isinstance(hello, Hello):
@@ -263,7 +263,7 @@ def _split_hello(batch: object) -> tuple[Hello, list[draft_pb2.VerifyEvent]]:
 
 
 def _request_of(event: draft_pb2.VerifyEvent) -> int:
-    """Number of the request that an event names, 0 if none."""
+    """Return the number of the request that an event names, 0 if none."""
     kind = event.WhichOneof("event")
     return int(getattr(getattr(event, kind), "request", 0)) if kind else 0
 
@@ -275,13 +275,13 @@ async def _write(session: VerifySession, context: _Context) -> None:
 
 
 async def _ended(session: VerifySession) -> None:
-    """Wait for the session's end, whose reason its own stream tells."""
+    """Wait until the session ends; its own stream reports the reason."""
     with suppress(OutriderError):
         await session.over()
 
 
 async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, with_projection: bool) -> None:
-    """Send the projection, if it is wanted, and then what is released."""
+    """Send the projection if `with_projection`, then each release of features."""
     offset, whole = 0, not with_projection
     while not whole:
         part, whole = await stream.projection_part(offset)
@@ -292,7 +292,7 @@ async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, w
 
 
 async def _until_first(*work: Coroutine[Any, Any, None]) -> None:
-    """Run all until one of them ends; the others are cancelled. Raises what that one raised."""
+    """Run coroutines until the first one ends, and cancel the others. Raises what the first one raised."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

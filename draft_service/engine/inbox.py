@@ -1,4 +1,4 @@
-"""What comes to the draft engine: the door's frames on two sockets, those of verify engines on lines, and features."""
+"""The draft engine's input: the door's frames from two sockets, verify engines' frames from lines, and features."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _HELLO_SECONDS = 5.0
 """How long a new line may take to name its session."""
 _VERIFY = "a verify service on this host"
 _MAX_UNNAMED_LINES = 64
-"""Lines that may be open without a session."""
+"""Most lines that may be open without a session."""
 
 _VerifyLine = Line[OnLine]
 
 
 class LineFeatures(NamedTuple):
-    """Features that lie in a ring, as a line told of them: who takes them releases them there."""
+    """Features in a ring that a line announced; whoever takes them must release them on that line."""
 
     session: int
     features: list[Features]
@@ -53,19 +53,19 @@ class LineFeatures(NamedTuple):
 
 @dataclass(slots=True)
 class _UnnamedLine:
-    """What is known of a line before its session is."""
+    """State of a line whose session is not known yet."""
 
     since: float
-    """When it was accepted, on the monotonic clock."""
+    """When the line was accepted, on the monotonic clock."""
     frames: list[OnLine] = field(default_factory=list)
 
 
 class VerifyLines:
-    """The draft's ends of all lines, which register with the poll object of the inbox. One thread uses them."""
+    """The draft's ends of all lines, registered with the inbox's poll object. Used by one thread."""
 
     def __init__(self, listener: Listener | None, poll: select.poll) -> None:
         self.lost: list[int] = []
-        """Sessions whose line is gone, to be told to the door."""
+        """Sessions whose line is gone, which the door does not know yet."""
         self.listener = listener
         self._poll = poll
         self._expected: dict[str, int] = {}
@@ -74,21 +74,21 @@ class VerifyLines:
         self._lines: dict[int, _VerifyLine] = {}
         """By session."""
         self._released: dict[int, int] = {}
-        """Numbers of features that were released, by session, until verify is told."""
+        """By session, the number of the last released features that verify has not been told of."""
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 
     def open_lines(self) -> list[_VerifyLine]:
-        """All lines, with a session or without."""
+        """Return all lines, with or without a session."""
         return [*self._unnamed, *self._lines.values()]
 
     def expect(self, session: int, token: str) -> None:
-        """A session began, whose verify engine may open a line with this token; empty if it may not."""
+        """Expect a line with this token for a new session; with an empty token, expect none."""
         if token:
             self._expected[token] = session
 
     def forget(self, session: int) -> None:
-        """A session has ended."""
+        """Close the line of a session that has ended."""
         self._expected = {token: number for token, number in self._expected.items() if number != session}
         self._released.pop(session, None)
         line = self._lines.pop(session, None)
@@ -96,7 +96,7 @@ class VerifyLines:
             self._close(line)
 
     def accept(self) -> None:
-        """Take new lines. To be followed by `expect` for the sessions that are known by now, and then by `take`."""
+        """Accept new lines. Afterwards call `expect` for each session known by then, and only then `take`."""
         if self.listener is None:
             return
         for line in self.listener.accept():
@@ -106,7 +106,7 @@ class VerifyLines:
             unnamed.frames += line.receive_from(_VERIFY)
 
     def take(self) -> list[FromVerify | LineFeatures]:
-        """What has come, without waiting."""
+        """Return everything that has arrived, without waiting."""
         received: list[FromVerify | LineFeatures] = []
         for line, unnamed in list(self._unnamed.items()):
             self._identify(line, unnamed, received)
@@ -117,7 +117,7 @@ class VerifyLines:
         return received
 
     def send(self, session: int, messages: list[DraftMessage]) -> bool:
-        """Send messages if the session has a line; whether it has one."""
+        """Send messages on the session's line. Return False if it has none."""
         line = self._lines.get(session)
         if line is None:
             return False
@@ -127,11 +127,11 @@ class VerifyLines:
         return True
 
     def release(self, session: int, through: int) -> None:
-        """Features up to this number are done with; verify is told with the next messages, or by `flush`."""
+        """Release features up to this number; verify learns it with the next messages, or from `flush`."""
         self._released[session] = through
 
     def flush(self) -> None:
-        """Say what was released, and hand the kernel what it did not take before."""
+        """Send pending releases, and the bytes that the kernel did not take before."""
         for session in list(self._released):
             if not self.send(session, []):
                 del self._released[session]
@@ -140,14 +140,14 @@ class VerifyLines:
                 line.flush()
 
     def close(self) -> None:
-        """Accept no more lines, and close those that there are."""
+        """Accept no more lines, and close all open ones."""
         for line in (*self._unnamed, *self._lines.values()):
             line.close()
         if self.listener is not None:
             self.listener.close()
 
     def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[FromVerify | LineFeatures]) -> None:
-        """Give a line to the session that its first frame names, or close one that names none in time."""
+        """Give a line to the session that its first frame names; close the line if it names none in time."""
         session, frames = None, unnamed.frames
         if frames and isinstance(frames[0], LineHello):
             session = self._expected.pop(frames[0].token, None)
@@ -184,19 +184,19 @@ class VerifyLines:
 
 
 class DraftInbox:
-    """Frames on both sockets to the door. The engine's thread alone uses it.
+    """Frames from both sockets to the door, and from lines. Used only by the engine's thread.
 
-    A door that is gone, or that says what makes no sense, has `Stop` as its last word.
+    If the door is gone or sends garbage, the last frame is a `Stop`.
     """
 
     def __init__(
         self, pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], listener: Listener | None = None
     ) -> None:
-        """`listener`: where verify engines of this host call."""
+        """`listener` accepts lines from verify engines on this host."""
         self.stopped = False
-        """Whether the door asked for the end."""
+        """Whether the door sent Stop."""
         self.ended: set[int] = set()
-        """Sessions whose end has come and was not handled yet: what they sent before is not worth handling."""
+        """Sessions whose end has arrived but is not handled yet: frames still queued for them are ignored."""
         self._pipe = pipe
         self._features = features
         self._arrived: deque[FromDoor] = deque()
@@ -208,11 +208,11 @@ class DraftInbox:
         self.lines = VerifyLines(listener, self._poll)
 
     def waiting(self) -> bool:
-        """Whether something has come, without taking it: about a microsecond."""
+        """Whether a frame has arrived; takes about a microsecond and does not read it."""
         return bool(self._arrived or self._arrived_features or (not self._over and self._poll.poll(0)))
 
     def next(self) -> FromDoor | FeaturesFromDoor | LineFeatures | None:
-        """The next frame; None if there is none now. Features come when nothing else does."""
+        """Return the next frame, None if there is none now. Features come only when there is nothing else."""
         if not self._arrived and not self._over and self._poll.poll(0):
             self._receive()
         if self._arrived:
@@ -220,7 +220,7 @@ class DraftInbox:
         return self._arrived_features.popleft() if self._arrived_features else None
 
     def wait(self, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
+        """Wait up to `timeout` seconds (None: forever) until a frame arrives or unsent bytes can be sent."""
         if self._arrived or self._arrived_features or self._over:
             return
         listener = self.lines.listener
@@ -229,7 +229,7 @@ class DraftInbox:
         )
 
     def _receive(self) -> None:
-        # In this order: the door has told of a session before its line can be here.
+        # The order matters: the door has sent the SessionUp of a session before a line of this session can arrive.
         self.lines.accept()
         frames = self._pipe.receive_from("the door")
         self._arrived += frames
@@ -244,7 +244,7 @@ class DraftInbox:
                 self._arrived_features.append(one)
             else:
                 self._arrived.append(one)
-        # Those that came before are done first, so they are read no faster than they are done.
+        # Read more features only when those before are done, so that they are not read faster than they are handled.
         if not self._arrived_features:
             self._arrived_features += self._features.receive_from("the door")
         if any(isinstance(frame, Stop) for frame in frames):
@@ -255,7 +255,7 @@ class DraftInbox:
 
 
 Apply = Callable[[int, Sequence[Features]], None]
-"""Takes a session's number and features of it, in order."""
+"""Takes a session's number and features of this session, in order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -264,10 +264,10 @@ class _Stream:
 
     up: FeatureStreamUp
     ring: RingReader | None = None
-    """None until it is mapped, and where it cannot be."""
+    """None until the ring is mapped, and if it cannot be."""
 
     def map(self, ring: FeatureRing, mapper: MemoryMapper) -> None:
-        """Map its ring."""
+        """Map the stream's ring; runs on a thread of its own."""
         try:
             self.ring = map_ring(ring, mapper)
         except Exception as error:
@@ -276,26 +276,26 @@ class _Stream:
 
 @dataclass(eq=False, repr=False)
 class FeatureReceiver:
-    """Answers the door's frames about features. The engine's thread alone uses it."""
+    """Answers the door's frames about features. Used only by the engine's thread."""
 
     pipe: Pipe[FeaturesFromDoor]
     drafter: AnyDrafter
     mapper: MemoryMapper | None
     apply: Apply
-    """Gets features with their rows."""
+    """Called with features and their rows."""
     fail: Apply
-    """Gets those whose rows could not be read."""
+    """Called with features whose rows could not be read."""
     _streams: dict[int, _Stream] = field(default_factory=dict)
     _mapping: dict[_Stream, threading.Thread] = field(default_factory=dict)
-    """Streams whose rings are mapped, each on a thread: enabling access between two devices takes a while."""
+    """Streams whose rings are being mapped, each on a thread: enabling access between two devices takes a while."""
 
     @property
     def mapping(self) -> bool:
-        """Whether a ring is being mapped, which `report_mapped` looks after."""
+        """Whether a ring is being mapped; `report_mapped` then has to be called."""
         return bool(self._mapping)
 
     def handle(self, frame: FeaturesFromDoor) -> None:
-        """One frame, in the order of arrival."""
+        """Handle one frame; frames come in order of arrival."""
         match frame:
             case FeaturePieces():
                 self._read(self._streams[frame.session], frame.features)
@@ -310,7 +310,7 @@ class FeatureReceiver:
                 self._send_projection(frame)
 
     def report_mapped(self) -> None:
-        """Tell the door of rings that have been mapped meanwhile."""
+        """Tell the door which rings have been mapped, or have failed to be, since the last call."""
         for stream in [stream for stream, thread in self._mapping.items() if not thread.is_alive()]:
             del self._mapping[stream]
             if stream.up.session in self._streams:
@@ -331,7 +331,7 @@ class FeatureReceiver:
         thread.start()
 
     def take_on_line(self, session: int, features: Sequence[Features]) -> None:
-        """Features that a line told of, past the door; those of a stream that has ended are of no use."""
+        """Apply features that a line announced. Ignore those of a stream that has ended."""
         if (stream := self._streams.get(session)) is not None:
             begin = stream.up.begin
             self._read(stream, [replace(one, dtype=begin.dtype, projected=begin.projected) for one in features])
@@ -349,7 +349,7 @@ class FeatureReceiver:
 
     def _send_projection(self, frame: AskProjection) -> None:
         matrix = self.drafter.needs.projection
-        if matrix is None:  # the door has seen to it
+        if matrix is None:  # the door has checked that there is one
             return
         data = memoryview(matrix.data).cast("B")
         piece = bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES])

@@ -1,9 +1,9 @@
-"""The engine process: `outrider.host.launch` calls `main` with the sockets to the door. One thread, no loop.
+"""The engine process: `outrider.host.launch` calls `main` with the sockets to the door. One thread, no event loop.
 
-It loads what the door's `Start` names, says `Ready` or `Refused`, and grows trees until told to stop or the door is
-gone. Its engine owns requests and drafter, and turns commits into grown trees; what it tells the door, trees turn by
-turn and its state now and then, goes through its reporter. Signals are the door's business: it starts this process with
-SIGINT and SIGTERM blocked.
+It loads the drafters that the door's `Start` names, says `Ready` or `Refused`, and grows trees until it is told to stop
+or the door is gone. `DraftEngine` owns the requests and the drafter, and grows trees that follow commits.
+`DraftReporter` sends the door answers after each turn, and the state now and then. Signals are left to the door, which
+starts this process with SIGINT and SIGTERM blocked.
 """
 
 from __future__ import annotations
@@ -62,26 +62,25 @@ _logger = get_logger(__name__)
 _Key = TypeVar("_Key")
 
 STATE_SECONDS = 0.25
-"""Least time between two states that were not asked for."""
-
+"""Least time between two unasked reports of the state."""
 
 _SLICE_SECONDS = 0.001
-"""Growth between two looks at what to send; a burst after a miss fits in."""
+"""Time of growth before new nodes are sent; a burst after a miss fits in."""
 _MAX_FRAMES_PER_TURN = 64
 _TURNS_PER_WORK = 8
-"""Turns of growth to one in which the drafter does other work."""
+"""While trees grow, the drafter does other work in one of this many turns."""
 _WATCH_SECONDS = 0.02
-"""How long an engine with nothing to grow looks at its sockets before it sleeps on them, where it maps memory of a GPU:
-features and the next round's commit come within that, and a thread that sleeps is woken late, with cold caches."""
+"""How long an engine with nothing to grow polls its sockets before it sleeps on them, if it can map GPU memory.
+Features and the next round's commit come within this time, and a sleeping thread wakes late, with cold caches."""
 _MAPPING_POLL_SECONDS = 0.001
-"""How often an idle engine looks whether a ring has been mapped."""
+"""How often an idle engine checks whether a ring has been mapped."""
 _MAX_FAILED_TURNS = 10
-"""Failed turns within _FAILED_TURNS_SECONDS that end the engine: a supervisor starts a fresh one."""
+"""This many failed turns within _FAILED_TURNS_SECONDS end the engine; a supervisor then starts a fresh one."""
 _FAILED_TURNS_SECONDS = 60.0
 
 
 class DraftReporter:
-    """The engine's words to the door. Answers leave with `flush`, turn by turn; counts with the state."""
+    """Sends the engine's messages to the door: answers with `flush` after each turn, counts with the state."""
 
     def __init__(self, pipe: Pipe[FromDoor], drafter: AnyDrafter, requests: Requests, lines: VerifyLines) -> None:
         self._pipe = pipe
@@ -95,11 +94,11 @@ class DraftReporter:
         self._slice_seconds = 0.0
 
     def answer(self, session: int, messages: Sequence[DraftMessage]) -> None:
-        """Answers for a session."""
+        """Queue answers for a session until `flush`."""
         self._answers.setdefault(session, []).extend(messages)
 
     def flush(self) -> None:
-        """Send the answers."""
+        """Send the queued answers, on the session's line if it has one."""
         self._changed = True
         for session in list(self._answers):
             if self._lines.send(session, self._answers[session]):
@@ -115,23 +114,23 @@ class DraftReporter:
             self._pipe.flush()
 
     def count_slice(self, seconds: float) -> None:
-        """A slice of growth took so long."""
+        """Count a slice of growth that took `seconds`."""
         self._slices[bisect_left(GROWTH_SECONDS, seconds)] += 1
         self._slice_seconds += seconds
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the state should be told; None if there is nothing new in it."""
+        """Time until the next report of the state is due; None if nothing has changed."""
         return max(0.0, self._state_at + STATE_SECONDS - monotonic()) if self._changed else None
 
     def tell_state(self, reply_to: int = 0) -> None:
-        """Send the state now: as an answer to the `AskState` of this number, or unasked if it is time."""
+        """Send the state as the answer to the `AskState` with this number, or, without a number, if it is due."""
         if reply_to or self.seconds_left == 0.0:
             self._state_at, self._changed = monotonic(), False
             self._pipe.send(self._take_state(reply_to))
 
     def _take_state(self, reply_to: int) -> DraftEngineState:
-        """The state now, with all that was counted since the last time."""
+        """Return the present state with the counts since the last one, and reset these."""
         requests = self._requests
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
@@ -162,8 +161,8 @@ def _emptied(counts: Counter[_Key]) -> dict[_Key, int]:
 class DraftEngine:
     """Follows commits, grows trees ahead of them, and sends what has grown.
 
-    A turn takes what arrived, grows for a slice or until more arrives, and sends. While there is something to grow it
-    looks at its sockets and never sleeps on them; with nothing to grow it does, on a GPU after a while.
+    A turn handles the frames that have arrived, grows for a slice or until more frames arrive, and sends new nodes.
+    While there is something to grow, the engine polls its sockets; otherwise it sleeps on them, on a GPU after a while.
     """
 
     def __init__(
@@ -175,23 +174,24 @@ class DraftEngine:
         mapper: MemoryMapper | None,
         listener: Listener | None,
     ) -> None:
-        """`mapper`: maps verify's memory where the drafter works, if that can be. `listener`: where verify engines of
-        this host call."""
+        """`mapper` maps verify's memory for the drafter's device, None if that is impossible. `listener` accepts lines
+        from verify engines on this host."""
         self.requests = Requests(drafter, options)
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
         self._features = FeatureReceiver(features, drafter, mapper, self._apply, self._fail_features)
         self._ports: dict[int, AnswerPort] = {}
         self._target: tuple[int, str] | None = None
-        """Size and tokenizer of the vocabulary that the newest session brought."""
+        """Vocabulary size and tokenizer hash of the newest session."""
         self._watch_seconds = 0.0 if mapper is None else _WATCH_SECONDS
-        # Requests end in no circle, and tries of open ones have a million nodes: to look at all takes a second.
+        # Requests leave no reference cycles, and tries of open ones have a million nodes: a full collection would take
+        # a second.
         self._garbage = GarbageCollector(looks_at_all=False)
         self._stopping = False
         self._num_turns = 0
 
     def run(self) -> None:
-        """Take turns until the door says Stop, or is gone; until the device fails, or turns fail again and again."""
+        """Take turns until the door says Stop or is gone, the device fails, or turns fail again and again."""
         failures: deque[float] = deque(maxlen=_MAX_FAILED_TURNS)
         while not self._stopping:
             try:
@@ -225,14 +225,14 @@ class DraftEngine:
         self._maintain()
 
     def _maintain(self) -> None:
-        """Do what nobody waits for."""
+        """Do what can wait until answers are sent."""
         if self._features.mapping:
             self._features.report_mapped()
         self._reporter.tell_state()
         self._garbage.collect_young()
 
     def _wait(self) -> None:
-        """Sleep until something comes; mapped rings and the state are reported meanwhile."""
+        """Sleep until a frame arrives, and meanwhile report mapped rings and the state."""
         if not len(self.requests):
             self._garbage.collect_and_freeze()
         elif self._watch():
@@ -246,7 +246,7 @@ class DraftEngine:
                 self._reporter.tell_state()
 
     def _watch(self) -> bool:
-        """Look at the sockets for a while, without sleeping; whether something has come."""
+        """Poll the sockets for `_watch_seconds` without sleeping. Return whether a frame has arrived."""
         end = perf_counter() + self._watch_seconds
         while perf_counter() < end:
             if self.inbox.waiting():
@@ -285,7 +285,7 @@ class DraftEngine:
                 raise InternalError("the door started twice")
 
     def _begin(self, up: SessionUp) -> None:
-        """A session began; what was learned from the text of another target is forgotten."""
+        """Begin a session; if its target differs from the last one, forget what was learned from that one's text."""
         target = (up.vocab_size, up.tokenizer_hash)
         if target != self._target:
             self._target = target
@@ -294,7 +294,7 @@ class DraftEngine:
         self._ports[up.session] = AnswerPort(up.vocab_size, up.parts, partial(self._reporter.answer, up.session))
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
-        """Do what a session's messages ask, unless it has ended meanwhile."""
+        """Handle a session's messages, unless the session has ended meanwhile."""
         port = self._ports.get(session)
         if port is None or session in self.inbox.ended:
             return
@@ -307,7 +307,7 @@ class DraftEngine:
                 self.requests.fail(port, message)
 
     def _fail_features(self, session: int, pieces: Sequence[Features]) -> None:
-        """Give the requests up whose features could not be read."""
+        """Give up the requests whose features could not be read."""
         port = self._ports.get(session)
         if port is not None:
             for features in pieces:
@@ -315,11 +315,11 @@ class DraftEngine:
 
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
-"""Makes the drafter, and what maps verify's memory where that works, if that can be. Raises ConfigError."""
+"""Makes the drafter, and the mapper of verify's memory if its device can map it. Raises ConfigError."""
 
 
 def main(argv: list[str]) -> int:
-    """Serve the door at the other end of two inherited sockets; returns the exit code."""
+    """Serve the door at the other end of two inherited sockets; return the exit code."""
     return run_worker("draft", argv, (from_door, features_from_door), partial(connect, build=assemble))
 
 
@@ -336,9 +336,9 @@ def assemble(options: DraftOptions) -> tuple[AnyDrafter, MemoryMapper | None]:
 def connect(
     options: DraftOptions, pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], build: Build
 ) -> BuiltEngine[DrafterProfile]:
-    """An engine that hears and answers the door.
+    """Build an engine that is connected to the door.
 
-    Raises what `build` raises; of a draft model with NGRAM beside it the log tells it instead.
+    Raises what `build` raises. If a draft model with NGRAM beside it fails to load, log the error and go on with NGRAM.
     """
     try:
         drafter, mapper = build(options)
@@ -360,6 +360,6 @@ def connect(
 def describe(
     drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineOffer | None = None
 ) -> DrafterProfile:
-    """What the door is told of the drafter that the options name."""
+    """Return what the door is told about the drafter that the options name."""
     hello = replace(introduce(drafter, options), line=line)
     return DrafterProfile(hello, drafters_of_any_target(drafter), maps_memory, tuple(drafter.gauges()))
