@@ -35,11 +35,11 @@ from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 _logger = get_logger(__name__)
 
 _READINESS_SECONDS = 0.05
-"""Between two looks at whether the gateway is ready."""
+"""Time between two checks whether the gateway is ready."""
 _FAREWELL_SECONDS = 1.0
-"""How long calls may be on their way from clients that do not know yet that the gateway ends."""
+"""How long calls may still arrive from clients that do not know yet that the gateway is shutting down."""
 _LAST_WORDS_SECONDS = 1.0
-"""How long clients whose answers are cancelled get to take the error that says so."""
+"""How long clients whose answers are cancelled have to read the error that says so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
-    """Serves both doors until `stop`, then drains. Raises ConfigError."""
+    """Serve both doors until `stop`, then drain. Raises ConfigError."""
     options.check()
     api_keys = options.read_api_keys()
     for api_key in api_keys:
@@ -97,21 +97,21 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
 def _http_servers(
     gateway: Gateway, options: GatewayOptions, api_keys: Mapping[str, str], tls: TlsSource | None
 ) -> list[HttpServer]:
-    """The REST door and, if there is one, the further metrics page. Raises ConfigError."""
+    """Return the REST door and, with --metrics-address, the server of a separate metrics page. Raises ConfigError."""
     app = RestApp(gateway, options, api_keys=api_keys)
     rest = HttpServer(app, options.rest_address, option="--rest-address", options=options, tls=tls)
     rest.connections.on_refused = partial(gateway.count_error, DOOR)
     page = options.metrics_address
     if not page:
         return [rest]
-    # Beyond loopback a scraper calls it by names that no client knows.
+    # Beyond loopback, a scraper calls the page by names other than those that clients use.
     rule = HostRule(page, options.allowed_hosts if is_local(page) else ())
     metrics = rule.guard(Router([Route("/metrics", InfoRoutes(gateway).metrics)]))
     return [rest, HttpServer(metrics, page, option="--metrics-address", options=options)]
 
 
 def build_gateway(options: GatewayOptions) -> Gateway:
-    """The parts of a gateway, not started. Called inside the event loop. Raises ConfigError."""
+    """Build the parts of a gateway without starting them. Call this inside the event loop. Raises ConfigError."""
     catalogue = Catalogue(options)
     token = peer_token(options, "verify")
     tls = peer_source(options, "verify")
@@ -120,7 +120,7 @@ def build_gateway(options: GatewayOptions) -> Gateway:
         auth_token=token,
         tls=tls,
         probe_seconds=options.probe_seconds,
-        # The limit is for clients: token ids and log-probabilities take more bytes than text.
+        # --max-body-bytes is for clients: token ids and log-probabilities take more bytes than text.
         max_message_bytes=max(DEFAULT_MAX_MESSAGE_BYTES, options.max_body_bytes),
     )
     addresses = PeerAddresses(options.verify, "--verify", seconds=options.dns_seconds)
@@ -134,7 +134,7 @@ def build_gateway(options: GatewayOptions) -> Gateway:
 async def _follow_readiness(
     gateway: Gateway, server: GrpcServer, stop: asyncio.Event, announce: Callable[[], None]
 ) -> None:
-    """Lets health say whether the gateway is ready, until `stop`; calls `announce` when it is for the first time."""
+    """Have the health service report readiness until `stop`; call `announce` when the gateway is first ready."""
     serving = announced = False
     while not stop.is_set():
         if gateway.ready != serving:
@@ -148,16 +148,16 @@ async def _follow_readiness(
 
 
 async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
-    """Takes no new requests, until the running ones are done or out of time.
+    """Refuse new requests, and wait until the running ones are done or out of time.
 
-    Clients of gRPC are told to go at once: with their next call they find another gateway, if there is one. The REST
-    door stays open to say so, and ends the connection with that.
+    gRPC clients are told to go away at once: their next call finds another gateway, if there is one. The REST door
+    stays open to refuse requests, and closes the connection with each refusal.
     """
     gateway.gate.draining = True
     server.set_serving(False)
     _logger.info("draining for at most %g s; requests: %d", seconds, gateway.gate.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))
-    # A call that was on its way when its client was told is still served. Without connections this ends at once.
+    # Calls that were already on their way are still served. Without connections this ends at once.
     clock = asyncio.get_running_loop().time
     began = clock()
     await asyncio.wait([leaving], timeout=min(_FAREWELL_SECONDS, seconds))

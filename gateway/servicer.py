@@ -1,4 +1,4 @@
-"""The gRPC door, and what stands between its messages and the gateway's own types."""
+"""The gRPC door, and the conversion between its messages and the gateway's own types."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _BOUNDS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "bad_words": MAX_BAD_WORDS,
 }
-"""Entries of repeated fields."""
+"""Most entries of each repeated field."""
 
 
 def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> ClientRequest:
-    """The request, validated like a REST one. Raises InvalidRequestError."""
+    """Return the request, validated like a REST one. Raises InvalidRequestError."""
     apart = {"prompt", "prompt_token_ids", "chat", "sampling", "speculation", "grammar"}
     fields = _given(message, ClientRequest, leave_out=apart)
     fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
@@ -82,7 +82,7 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
 
 
 def _chat(message: gateway_pb2.ChatMessages) -> dict[str, Any]:
-    """The fields of a Chat."""
+    """Return the fields of a Chat."""
     fields = _given(message, Chat, leave_out={"messages", "template_values", "tools"})
     messages = _bounded(message.messages, MAX_MESSAGES, "chat.messages")
     fields["messages"] = [_message(one, f"chat.messages[{index}]") for index, one in enumerate(messages)]
@@ -115,7 +115,7 @@ def _tool(tool: gateway_pb2.Tool, place: str) -> dict[str, Any]:
 def _given(
     message: Message, model: type[BaseModel], *, leave_out: Collection[str] = (), prefix: str = ""
 ) -> dict[str, Any]:
-    """The fields of a message that bear a name of the model's and are set."""
+    """Return the fields of a message that are set and have the name of a field of `model`."""
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         name = field.name
@@ -123,7 +123,7 @@ def _given(
             continue
         value = getattr(message, name)
         if field.is_repeated:
-            # A message of 8 MB holds millions of empty entries: they are counted before Python makes objects of them.
+            # A message of 8 MB can hold millions of empty entries: count them before Python makes objects of them.
             _check_length(len(value), _BOUNDS[name], prefix + name)
             value = dict(value) if field.message_type is not None else list(value)
         if message.HasField(name) if field.has_presence else value:
@@ -153,7 +153,7 @@ def _check_length(length: int, limit: int, field: str) -> None:
 
 
 def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGenerateResponse:
-    """News of one answer."""
+    """Return the message for one delta of an answer."""
     tokens = delta.tokens
     return gateway_pb2.GatewayServiceGenerateResponse(
         request_id=request_id,
@@ -178,11 +178,11 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _INLINE_BYTES = 1 << 16
-"""Requests up to here are decoded and validated in the event loop, in some milliseconds."""
+"""Requests up to this size are decoded and validated in the event loop, in some milliseconds."""
 
 SERVICE_NAME = "outrider.v1.GatewayService"
 DOOR = "grpc"
-"""What metrics call the gRPC door."""
+"""Name of the gRPC door in metrics."""
 
 
 class GatewayServicer(GatewayServiceServicer):
@@ -193,7 +193,7 @@ class GatewayServicer(GatewayServiceServicer):
         self._options = options
 
     async def Generate(self, request: gateway_pb2.GatewayServiceGenerateRequest, context: _Context) -> None:
-        """Streams the answers; cancelling the call ends them at once."""
+        """Stream the answers; cancelling the call ends them at once."""
         request_id = f"gen-{uuid.uuid4().hex}"
         limit_time(context.time_remaining(), self._options.max_request_seconds)
         gateway = self._gateway
@@ -210,12 +210,12 @@ class GatewayServicer(GatewayServiceServicer):
                     await self._write(context, encode_delta(request_id, delta))
 
     async def _write(self, context: _Context, message: gateway_pb2.GatewayServiceGenerateResponse) -> None:
-        # A client that reads nothing must not keep its place here and its pages in verify for good.
+        # A client that reads nothing must not hold its place here and its pages in verify forever.
         stall_seconds = self._options.stall_seconds
         try:
             async with asyncio.timeout(stall_seconds):
                 await context.write(message)
-        except grpc.aio.InternalError as lost:  # the client has gone, and nobody has told the call yet
+        except grpc.aio.InternalError as lost:  # the client has gone, but the call is not cancelled yet
             raise asyncio.CancelledError from lost
         except TimeoutError:
             raise OverloadedError(
@@ -225,7 +225,7 @@ class GatewayServicer(GatewayServiceServicer):
     async def ListModels(
         self, request: gateway_pb2.GatewayServiceListModelsRequest, context: _Context
     ) -> gateway_pb2.GatewayServiceListModelsResponse:
-        """The served models."""
+        """Return the served models."""
         model = self._gateway.model
         return gateway_pb2.GatewayServiceListModelsResponse(
             models=[gateway_pb2.Model(id=model.name, context_length=model.context_length)]

@@ -40,15 +40,15 @@ from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_NEW_TOKENS = 128
 _EVERY_DELTA_SIZE = 4096
-"""Up to this size of an answer, in characters of JSON, every delta is an event: some 400 tokens."""
+"""Up to this size of an answer in characters of JSON, some 400 tokens, every delta is an event."""
 _MAX_REPEATS = 64
-"""About so many times a token is sent at most, however long the answer gets."""
+"""A token is sent at most about this many times, however long the answer gets."""
 _MAX_REPEATS_SCORED = 16
-"""The same where log-probabilities are told: they are many times the work."""
+"""The same for answers with log-probabilities, which are many times the work."""
 _TOKEN_SIZE = 6
-"""Characters of JSON of a token's id."""
+"""Characters of JSON for a token's id."""
 _VALUE_SIZE = 32
-"""Characters of JSON of a log-probability with its token."""
+"""Characters of JSON for a log-probability with its token."""
 
 Scored = tuple[float | None, int, str | None]
 """Log-probability, token id, and the token's text if that was asked for."""
@@ -89,11 +89,11 @@ T = TypeVar("T")
 
 _Each = Annotated[ListForPrompts[T], Tag("@list")]
 _ForEach = Annotated[Annotated[T, Tag("@one")] | _Each[T], list_or("@one")]
-"""What holds for all prompts, or a list of it for each."""
+"""A value for all prompts, or a list with one for each."""
 
 
 def _of(value: T | list[T] | None, index: int) -> T | None:
-    """Of a `_ForEach`, what holds for the prompt of this index."""
+    """Return the value of a `_ForEach` for the prompt with this index."""
     return value[index] if isinstance(value, list) else value
 
 
@@ -139,13 +139,13 @@ class GenerateBody(ServingFields, GenerationBody):
 
     @property
     def is_batch(self) -> bool:
-        """Whether a list is answered with a list, as is a prompt with several answers."""
+        """Whether the answer is a list: to a list of prompts, or to a prompt with several answers."""
         prompts = self.text if self.input_ids is None else self.input_ids[0]
         each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
         return isinstance(prompts, list) or any(params and params.n and params.n > 1 for params in each)
 
     def logprob_start(self, index: int) -> int | None:
-        """First position of a prompt whose log-probability is sent; None for none of it."""
+        """Return the first position of a prompt whose log-probability is sent; None if none is."""
         start = _of(self.logprob_start_len, index)
         return start if _of(self.return_logprob, index) and start is not None and start >= 0 else None
 
@@ -156,7 +156,8 @@ class GenerateBody(ServingFields, GenerationBody):
         return prompt_requests(self.input_ids or [], "input_ids", self._fields, max_prompts)
 
     def _fields(self, index: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Fields of a ClientRequest but the prompt, which has this index, and what the body calls them."""
+        """Return the fields of a ClientRequest, without the prompt, for the prompt with this index, and the body's
+        names for them."""
         place = f"sampling_params[{index}]." if isinstance(self.sampling_params, list) else "sampling_params."
         params = _of(self.sampling_params, index) or GenerateSampling()
         sampling = {name: getattr(params, name) for name in SamplingFields.model_fields}
@@ -236,7 +237,7 @@ class GenerateAnswers(RootModel[GenerateAnswer | list[GenerateAnswer]]):
 
 @dataclass(slots=True)
 class _EventProgress:
-    """How much of an answer there is, and was in its last event, in characters of JSON; see `GenerateBuilder`."""
+    """Size of an answer now and at its last event, in characters of JSON; see `GenerateBuilder`."""
 
     size: int = 0
     size_sent: int = 0
@@ -246,9 +247,9 @@ class _EventProgress:
 class GenerateBuilder(ResponseBuilder):
     """Builds answers to POST /generate.
 
-    An event holds the whole answer so far: text, ids and log-probabilities. An event for every token would take time
-    and bytes by the square of the answer's length. So the longer the answer, the more must be new before the next
-    event, as with SGLang's stream interval; the last event always comes.
+    An event holds the whole answer so far: text, ids and log-probabilities. With an event for every token, time and
+    bytes would grow with the square of the answer's length. So the longer the answer, the more must be new before the
+    next event, as with SGLang's stream interval; the last event always comes.
     """
 
     id_prefix = "gen"
@@ -270,7 +271,7 @@ class GenerateBuilder(ResponseBuilder):
         return GenerateAnswers(answers if self._is_batch else answers[0])
 
     def chunks(self, delta: Delta) -> Iterator[GenerateAnswer]:
-        """An event with all that there is of an answer, once enough is new; of the trace, only what is new."""
+        """Yield an event with the whole answer so far, once enough is new; of the trace, only what is new."""
         self.collect(delta)
         index = delta.choice_index
         if self._is_due(delta):
@@ -297,7 +298,7 @@ class GenerateBuilder(ResponseBuilder):
         return True
 
     def _body(self, index: int, answer: CollectedAnswer, progress: _EventProgress | None = None) -> GenerateAnswer:
-        """An answer, as far as it goes; `progress` is what earlier events have sent."""
+        """Return an answer so far; `progress` is what earlier events have sent."""
         more: dict[str, Any] = {"index": index} if progress is not None and self._is_batch else {}
         answer.text = ["".join(answer.text)]
         return GenerateAnswer(

@@ -1,1 +1,1 @@
-"""The HTTP server and the routes that are of no particular API."""
+"""The HTTP server, and the routes that belong to no particular API."""

@@ -45,11 +45,11 @@ class RestApp:
     """The REST door as one ASGI application."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
-        """With `api_keys`, each with its tenant, all paths but pages and `_OPEN_PATHS` need one of them."""
+        """`api_keys` maps keys to tenants; if there are any, all paths but pages and `_OPEN_PATHS` need one."""
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
         self._strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
-        """Of requests that are not let in: whoever likes can send them, and must not fill the log."""
+        """About requests that are not let in: anybody can send those, and must not fill the log."""
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -79,7 +79,7 @@ class RestApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection's request."""
+        """Serve one request."""
         await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class RestApp:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        scope["app"] = self  # makes the router raise what it does not know
+        scope["app"] = self  # makes the router raise for paths and methods that it does not know
         try:
             with self._gateway.counted(DOOR):
                 _check_framing(headers)
@@ -114,11 +114,11 @@ class RestApp:
             await error_response(_client_error(error, scope, tell))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> None:
-        """Names the client whose key it is. Raises HttpError without a right one."""
+        """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one."""
         if not self._api_keys or path in self._open_paths:
             return
         key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
-        # A door with one key knows nothing of its clients by it.
+        # A single key does not tell clients apart.
         if key is None or len(self._api_keys) == 1:
             name_client("", "")
         else:
@@ -141,21 +141,21 @@ class RestApp:
 
 
 def _check_framing(headers: Headers) -> None:
-    """Refuse what a proxy may have cut elsewhere, and what came behind it (RFC 9112, 6.1). Raises HttpError."""
+    """Refuse a request that a proxy may have ended elsewhere, and close (RFC 9112, 6.1). Raises HttpError."""
     if "content-length" in headers and "transfer-encoding" in headers:
         problem = "content-length and transfer-encoding are both there; send one of them"
         raise HttpError(400, problem, "invalid_http", {"connection": "close"})
 
 
 def _allowed(error: Exception, path: str) -> str:
-    """The methods that OPTIONS names where the router knows no such route; of `*` the door's (RFC 9110, 9.3.7)."""
+    """Return the methods that OPTIONS lists for a path, empty if unknown; for `*` all of the door (RFC 9110, 9.3.7)."""
     if not isinstance(error, HTTPException):
         return ""
     return "GET, HEAD, POST" if path == "*" else (error.headers or {}).get("Allow", "")
 
 
 def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> OutriderError:
-    """The error that the client gets; the rest goes to the log, what is no fault of ours by `tell`."""
+    """Return the error for the client, and log it: with `tell` if it is no fault of ours."""
     place = f"{scope['method']} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
         headers: dict[str, Any] = dict(error.headers or {})
@@ -171,22 +171,22 @@ def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> 
 
 
 class HostRule:
-    """By which names the REST door may be called: which Host headers are let in.
+    """Which Host headers the REST door lets in.
 
-    A page of any site can have its name resolve to 127.0.0.1 and then reads what it likes from a door on loopback: for
-    the browser it is the site's own (DNS rebinding). What gives it away is the name in the Host header. Plain addresses
-    are no names and resolve to nothing, so they are always let in.
+    Any site can have its name resolve to 127.0.0.1. Its pages can then read whatever they like from a door on loopback,
+    because the browser takes the door for the site itself (DNS rebinding). The name in the Host header gives such
+    requests away. Plain addresses are never resolved, so they are always let in.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] = (), *, guarded: bool = False) -> None:
-        """`address` is what the door is bound to. `guarded`: it has keys or TLS, and no page gets in by its name."""
+        """`address` is what the door is bound to. `guarded`: the door has keys or TLS, which keep such pages out."""
         self._any = "*" in allowed or (not allowed and (guarded or not is_local(address)))
         names = {"localhost", address.rpartition(":")[0].lower(), *(name.lower() for name in allowed)}
         self._names = {name for name in names if not name.startswith("*")}
         self._endings = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raises HttpError for a name that is not let in. Browsers always send one."""
+        """Raise HttpError for a name that is not let in. Browsers always send one."""
         host = headers.get("host", "")
         if self._any or not host:
             return
@@ -200,7 +200,7 @@ class HostRule:
         )
 
     def guard(self, app: ASGIApp) -> ASGIApp:
-        """`app` behind this rule."""
+        """Return `app` behind this rule."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -214,7 +214,7 @@ class HostRule:
 
 
 def _name(host: str) -> str:
-    """Without the port and a last dot, in small letters."""
+    """Return the name in a Host header, in lower case, without the port and a final dot."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size, in time and over all requests, and strict JSON."""
+"""Request bodies: strict JSON, with limits on size, on time, and on memory over all requests."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from outrider.errors import InvalidRequestError, OverloadedError
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16
-"""Bodies over this are made values of, and checked, one at a time and not in the event loop."""
+"""Bodies over this size are parsed and checked one at a time, outside the event loop."""
 _DISCARD_FACTOR = 8
-"""A body up to this many times over the limit is read to its end, so that the client gets to read the answer."""
+"""A body of up to this many times the limit is read to its end, so that the client gets to read the error."""
 _MAX_BODIES = 32
-"""So many bodies of the greatest length may be in memory at once."""
+"""This many bodies of the greatest length may be in memory at once."""
 _FREE_BYTES = 1 << 16
-"""The beginning of a body that is not counted: who fills the rest shuts nobody out who has little to say."""
+"""The first bytes of each body are not counted, so that large bodies never shut out a client with a small one."""
 _MAX_CONTAINERS = 1 << 16
-"""Lists and objects in a body: 4096 messages of some parts each, or a large schema."""
+"""Most lists and objects in a body: 4096 messages of some parts each, or a large schema."""
 _MAX_MEMBERS = 1 << 17
-"""Of all objects of a body together."""
+"""Most members of all objects of a body together."""
 _MAX_VALUES = MAX_PROMPT_TOKENS + _MAX_CONTAINERS
-"""Entries of all lists and objects of a body together."""
+"""Most entries of all lists and objects of a body together."""
 
 
 class BodyReader:
     """Reads the bodies of all routes. Used from one event loop."""
 
     def __init__(self, *, max_bytes: int, seconds: float) -> None:
-        """`max_bytes` of one body; `seconds` that a client gets to send it."""
+        """`max_bytes` is the limit of one body, `seconds` the time that a client has to send it."""
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._num_counted: Counter[Request] = Counter()
@@ -49,11 +49,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def open(self, request: Request, check: Callable[[dict[str, Any]], T]) -> AsyncIterator[T]:
-        """What `check` makes of the body; that may be called in a thread. Until the block ends, the body's texts count
-        among the bodies of all.
+        """Yield what `check`, which may run in a thread, makes of the body. The body counts towards the memory of all
+        bodies until the block ends.
 
-        Raises HttpError for what HTTP forbids, InvalidRequestError for bad JSON, OverloadedError where the bodies of
-        all requests take too much memory.
+        Raises HttpError for a request that is wrong as HTTP, InvalidRequestError for bad JSON, OverloadedError if the
+        bodies of all requests take too much memory.
         """
         _check_headers(request.headers)
         try:
@@ -64,7 +64,7 @@ class BodyReader:
     async def _checked(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> T:
         if len(data) <= _LARGE_BYTES:
             return check(_parse_object(data))
-        # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its turn.
+        # One at a time: libraries may hold the interpreter's lock for a while; the event loop gets its turn in between.
         async with self._one_large:
             return await asyncio.to_thread(lambda: check(_parse_object(data)))
 
@@ -82,11 +82,11 @@ class BodyReader:
             raise HttpError(400, "the client closed the connection", "client_closed") from None
 
     def _check_length(self, headers: Mapping[str, str]) -> None:
-        """Raises HttpError for a body that says it is too long, where nothing of it needs to be read for the answer."""
+        """Raise HttpError for a declared length over the limit, if the error can be sent before the body is read."""
         length = headers.get("content-length", "0")
         asks_first = headers.get("expect", "").lower() == "100-continue"
         if length.isdecimal() and int(length) > self._max_bytes * (1 if asks_first else _DISCARD_FACTOR):
-            # Who did not ask is sending: closed, the connection would take the answer with it.
+            # A client that did not ask first is already sending: closing the connection would lose the answer.
             raise self._too_large({"connection": "close"} if asks_first else None)
 
     def _too_large(self, headers: dict[str, str] | None = None) -> HttpError:
@@ -111,7 +111,7 @@ class BodyReader:
         return b"".join(parts)
 
     def _count(self, request: Request, length: int) -> None:
-        """Counts what the body of a request takes now. Raises OverloadedError."""
+        """Count the bytes that the body of a request takes now. Raises OverloadedError."""
         num_bytes = max(0, length - _FREE_BYTES)
         change = num_bytes - self._num_counted[request]
         most = self._max_bytes * _MAX_BODIES
@@ -147,13 +147,13 @@ def _check_headers(headers: Mapping[str, str]) -> None:
 
 
 def check_json_size(data: bytes) -> None:
-    """Raises InvalidRequestError for a text of so many values that reading them would take long; valid or not.
+    """Raise InvalidRequestError for JSON, valid or not, with so many values that parsing would take long.
 
-    Eight megabytes of `[],[],` are seconds of work for a parser that makes an object of each, and no thread helps: the
-    parser holds the interpreter's lock. Counting is done by numpy, which lets go of it.
+    Eight megabytes of `[],[],` take a parser seconds, since it makes an object of each, and a thread does not help: the
+    parser holds the interpreter's lock. numpy, which counts the values, releases it.
     """
     limits = (_MAX_CONTAINERS, _MAX_MEMBERS, _MAX_VALUES)
-    # Marks inside strings count here, too: where that does not matter, looking closer is spared.
+    # This also counts marks inside strings; if the limits hold even so, no closer look is needed.
     marks = (data.count(b"[") + data.count(b"{"), data.count(b":"), data.count(b","))
     if all(number <= limit for number, limit in zip(marks, limits, strict=True)):
         return
@@ -166,11 +166,11 @@ def check_json_size(data: bytes) -> None:
 
 
 def count_json(data: bytes) -> tuple[int, int, int]:
-    """Lists and objects, members of objects, and commas, outside of strings."""
+    """Return the numbers of lists and objects, of members of objects, and of commas, outside of strings."""
     text = np.frombuffer(data, dtype=np.uint8)
     quotes = text == ord('"')
     quotes[_escaped(text)] = False
-    # An odd number of quotes up to here: inside a string. Only the lowest bit matters, so the sum may wrap.
+    # After an odd number of quotes, a position is inside a string. Only the lowest bit matters, so the sum may wrap.
     outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
 
     def count(mark: str) -> int:
@@ -180,7 +180,7 @@ def count_json(data: bytes) -> tuple[int, int, int]:
 
 
 def _escaped(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-    """Positions behind an odd number of backslashes."""
+    """Return the positions that follow an odd number of backslashes."""
     at = np.flatnonzero(text == ord("\\"))
     if not len(at):
         return at

@@ -1,4 +1,4 @@
-"""Routes that tell of the gateway, its model and its tokenizer: models, health, metrics, tokenize and detokenize."""
+"""Routes about the gateway, its model and its tokenizer: models, health, metrics, tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from outrider.errors import InvalidRequestError, NotFoundError, OverloadedError,
 _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
 _INLINE_SIZE = 4096
-"""Characters, or tokens, that the event loop tokenizes itself, in well under a millisecond."""
+"""Characters or tokens up to which the event loop does the work itself, in well under a millisecond."""
 _MAX_UNSENT_BYTES = 1 << 28
-"""Of all answers of a route over PART_BYTES, which are counted until they are sent. One alone may take more."""
+"""Limit of a route's unsent answers together; those up to PART_BYTES do not count. A single answer may be larger."""
 
 
 class ModelBody(Body):
@@ -143,7 +143,7 @@ class InfoRoutes:
         self._gateway = gateway
 
     def routes(self) -> list[Route]:
-        """Paths, and what serves them."""
+        """Return the routes."""
         return [
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
@@ -206,7 +206,7 @@ class InfoRoutes:
         return _json(ServerLoad(server_load=self._gateway.gate.num_requests))
 
     async def _health_generate(self, request: Request) -> Response:
-        """Whether a token can be had: one is generated."""
+        """Generate a token, to see whether the service can."""
         with self._gateway.enter(DOOR):
             model = self._gateway.model
             job = await admit(ClientRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
@@ -223,7 +223,7 @@ class InfoRoutes:
         return _json(Status(status="ready" if ready else "not ready"), 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """The Prometheus page."""
+        """Return the Prometheus page."""
         gateway = self._gateway
         try:
             name = gateway.catalogue.model.name
@@ -296,13 +296,13 @@ class DetokenizeBody(Body):
 
 
 Prepared = tuple[int, Callable[[], bytes]]
-"""Characters or tokens to work on, and the work: it returns the answer's body. Raises OutriderError."""
+"""Number of characters or tokens to work on, and the work, which returns the answer's body or raises OutriderError."""
 Prepare = Callable[[Mapping[str, Any], GatewayModel, bool], Prepared]
-"""Of a body and the model; whether fields that are not known are left out."""
+"""Takes a body, the model, and whether to ignore unknown fields."""
 
 
 class TokenizerRoute:
-    """An ASGI application for one route that needs the tokenizer alone."""
+    """An ASGI application for one route that needs only the tokenizer."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, bodies: BodyReader, prepare: Prepare) -> None:
         self._gateway = gateway
@@ -312,7 +312,7 @@ class TokenizerRoute:
         self._num_unsent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request. Raises OutriderError."""
+        """Serve one request. Raises OutriderError."""
         with self._gateway.counted(DOOR):
             self._gateway.gate.check()
             answer = await self._answer(scope, receive)
@@ -320,18 +320,18 @@ class TokenizerRoute:
                 await self._send(answer, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The answer's body; None once the client has gone."""
+        """Return the answer's body; None if the client has gone."""
         model = self._gateway.catalogue.model
         reading = self._bodies.open(Request(scope, receive), lambda body: self._prepare(body, model, self._ignores))
         async with reading as (size, work):
             with self._gateway.gate.enter():
                 if size <= _INLINE_SIZE:
                     return work()
-                # A list of a million tokens takes a second to put into JSON, as long as to find them.
+                # Putting a million tokens into JSON takes a second, as long as finding them.
                 return await run_while_connected(receive, model.tokenizer.in_thread(size, work))
 
     async def _send(self, answer: bytes, send: Send) -> None:
-        # It may be ten times as long as the request, and nobody says how slowly the client takes it.
+        # The answer may be ten times as long as the request, and the client may read it as slowly as it likes.
         length = len(answer) if len(answer) > PART_BYTES else 0
         if length and self._num_unsent and self._num_unsent + length > _MAX_UNSENT_BYTES:
             raise OverloadedError(
@@ -346,7 +346,7 @@ class TokenizerRoute:
 
 
 def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:
-    """POST /tokenize. Raises OutriderError."""
+    """Check a POST /tokenize and prepare its work. Raises OutriderError."""
     request = validate(TokenizeRequest, body, ignore_unknown=ignore_unknown)
     model.check_name(request.model)
     messages = [message.plain() for message in request.messages or ()]
@@ -355,7 +355,7 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknow
     values = template_values(request.reasoning_effort, request.chat_template_kwargs)
     fields = {"messages": messages, "template_values": values, "tools": tools} | ends
     chat = validate(Chat, fields) if messages else None
-    # What a template makes of tools may be long.
+    # A template may write much for each tool.
     size_of_tools = sum(_INLINE_SIZE + len(tool.model_dump_json()) for tool in tools)
     size = len(request.prompt or "") + (chat.size if chat else 0) + size_of_tools
     return size, partial(_tokenize, model, request, chat)
@@ -379,10 +379,10 @@ def _tokenize(model: GatewayModel, request: TokenizeRequest, chat: Chat | None) 
 
 
 def prepare_detokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:
-    """POST /detokenize. Raises OutriderError."""
+    """Check a POST /detokenize and prepare its work. Raises OutriderError."""
     request = validate(DetokenizeRequest, body, ignore_unknown=ignore_unknown)
     model.check_name(request.model)
-    # Models pad their vocabulary: an id without a token may be generated, and has no text.
+    # Models pad their vocabulary: an id without a token may be generated, but has no text.
     check_ids(request.tokens, model.vocab_size, "tokens")
     decode = partial(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
     return len(request.tokens), lambda: json_bytes(DetokenizeBody(prompt=decode()))

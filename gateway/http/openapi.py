@@ -1,4 +1,4 @@
-"""/openapi.json, made from the models that requests are validated with and responses are built from; and /docs."""
+"""/openapi.json, made from the models that validate requests and build responses; and /docs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _STREAMED = "The answer; with `stream` a server-sent event for each chunk, then 
 
 
 class _Document:
-    """Operations, and the models that they name."""
+    """Makes operations, and collects the models that they refer to."""
 
     def __init__(self) -> None:
         self.models: dict[type[BaseModel], Literal["validation", "serialization"]] = {}
@@ -57,7 +57,7 @@ class _Document:
     def post(
         self, summary: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel] | None = None
     ) -> dict[str, Any]:
-        """An operation with a body; `chunk` is an event of its streamed answer."""
+        """Return an operation with a body; `chunk` is an event of its streamed answer."""
         body = {"required": True, "content": self._content(request, "validation")}
         success = self._answer(answer, "OK" if chunk is None else _STREAMED)
         if chunk is not None:
@@ -66,7 +66,7 @@ class _Document:
         return {"post": {"summary": summary, "requestBody": body, "responses": {"200": success} | errors}}
 
     def get(self, summary: str, answer: type[BaseModel], *statuses: str, **more: Any) -> dict[str, Any]:
-        """An operation without a body; `statuses` of the errors that it may end with."""
+        """Return an operation without a body; `statuses` are those of the errors that it may end with."""
         errors = {status: self._answer(ErrorBody, _ERRORS[status]) for status in statuses}
         return {"get": {"summary": summary, "responses": {"200": self._answer(answer, "OK")} | errors} | more}
 
@@ -80,7 +80,7 @@ class _Document:
         return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
     def ready(self) -> dict[str, Any]:
-        """GET /ready, whose body is the same where it fails."""
+        """Return GET /ready, whose body has the same shape if it fails."""
         operation = self.get("Whether a request would be served", Status, security=[])
         down = self._answer(Status, "No verify service is ready, or the gateway is shutting down.")
         operation["get"]["responses"]["503"] = down
@@ -88,7 +88,7 @@ class _Document:
 
 
 def openapi(*, authenticated: bool) -> dict[str, Any]:
-    """The document, OpenAPI 3.1. `authenticated`: whether a bearer token is asked for."""
+    """Return the OpenAPI 3.1 document. `authenticated`: whether a bearer token is needed."""
     make = _Document()
     model_name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -137,8 +137,8 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
 
 @cache
 def documents(*, authenticated: bool) -> tuple[bytes, bytes]:
-    """/openapi.json and /docs, a page of the same for people without a script; UTF-8. It takes a quarter of a second to
-    make them, which is not to be spent at start, nor in the event loop."""
+    """Return /openapi.json and /docs, a page without scripts that shows people the same; UTF-8. Making them takes a
+    quarter of a second, too long for the start and for the event loop."""
     document = openapi(authenticated=authenticated)
     return json.dumps(document).encode(), "\n".join(_lines(document)).encode()
 
@@ -166,7 +166,7 @@ def _kinds(content: Mapping[str, Any]) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with links to those it names."""
+    """Describe a schema in a few words, with links to the schemas that it refers to."""
     if "$ref" in schema:
         name = escape(str(schema["$ref"]).rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -1,6 +1,6 @@
-"""The page at the gateway's root: its files, the headers that they are sent with, and POST /page/markdown.
+"""The page at the gateway's root: its files, their headers, and POST /page/markdown.
 
-Markdown is answered as a tree of elements. The page builds them one by one, so no text becomes markup.
+Markdown is returned as a tree of elements, which the page builds one by one, so that no text becomes markup.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from gateway.http.responses import DOOR
 from outrider.errors import InvalidRequestError
 
 _MAX_CHARACTERS = 16_000
-"""Of one text: some tens of milliseconds of work, half a second for the worst that is known."""
+"""Most characters of one text: they take some tens of milliseconds, half a second in the worst known case."""
 _MAX_CELLS = 10_000
-"""Of tables: a row may be a sign long and still have as many cells as the first."""
+"""Most cells of tables: a row may be one character long and still have as many cells as the first row."""
 _MAX_DEPTH = 30
-"""Of elements in each other: signs of emphasis nest as often as they are written."""
+"""Most levels of nested elements: emphasis marks nest as often as they are written."""
 _SAFE_LINK = re.compile(r"(https?://|mailto:)", re.IGNORECASE)
 _LINE_END = re.compile(r"\r\n?|\n")
 _FIRST_HEADING = 4
-"""Headings of an answer stand below the page's own."""
+"""Level of an answer's top headings, below those of the page itself."""
 _PLAIN_TAGS = {
     "paragraph": "p",
     "bullet_list": "ul",
@@ -53,11 +53,11 @@ _PLAIN_TAGS = {
     "s": "s",
 }
 
-# CommonMark with tables and strikethrough. HTML in it is text like any other.
+# CommonMark with tables and strikethrough. HTML in it is plain text.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
 Node = str | dict[str, Any]
-"""Text, or an element: `tag`, `children`, and what its kind has of `href`, `start`, `language` and `align`."""
+"""Text, or an element with `tag`, `children` and, depending on the tag, `href`, `start`, `language` or `align`."""
 
 
 class MarkdownRequest(StrictModel):
@@ -67,7 +67,7 @@ class MarkdownRequest(StrictModel):
 
 
 def blocks(text: str) -> list[dict[str, Any]]:
-    """The blocks of a text: elements with the lines they come from, `begin` and `end` (behind the last), from 0.
+    """Return the blocks of a text: elements with the range of their lines, `begin` to `end` (exclusive), from 0.
 
     Raises InvalidRequestError for tables that are too large.
     """
@@ -75,7 +75,7 @@ def blocks(text: str) -> list[dict[str, Any]]:
     if max(line.count("|") for line in lines) * len(lines) > _MAX_CELLS:
         raise InvalidRequestError("text", f"tables may have more than {_MAX_CELLS} cells", "show it as it is written")
     found: list[Any] = []
-    open_children: list[list[Node]] = [found]  # of each element that is not closed yet
+    open_children: list[list[Node]] = [found]  # one list for each element that is not closed yet
     for token in _flat(_PARSER.parse(text)):
         children = open_children[-1]
         if token.nesting < 0:
@@ -87,13 +87,13 @@ def blocks(text: str) -> list[dict[str, Any]]:
         if isinstance(node, dict) and children is found:
             node["begin"], node["end"] = token.map or (0, 0)
         if token.nesting > 0:
-            # What stands in something without an element of its own stands in the one around it.
+            # If the token has no element of its own, its content goes into the enclosing one.
             open_children.append(node["children"] if isinstance(node, dict) else children)
     return found
 
 
 def _flat(tokens: Iterable[Token]) -> Iterator[Token]:
-    """The tokens of blocks, and of the text in them."""
+    """Yield the tokens of blocks, and of the text in them."""
     for token in tokens:
         if token.type == "inline":
             yield from token.children or ()
@@ -102,7 +102,7 @@ def _flat(tokens: Iterable[Token]) -> Iterator[Token]:
 
 
 def _node(token: Token) -> Node | None:
-    """What a token begins or, where it is closed by none, is; None where that is no element."""
+    """Return the text or element that a token opens or, if no other closes it, stands for; None if there is none."""
     kind = token.type.removesuffix("_open")
     match kind:
         case "text":
@@ -116,7 +116,7 @@ def _node(token: Token) -> Node | None:
             return _element("pre", token.content.removesuffix("\n"), language=language)
         case "link":
             return _link(str(token.attrs["href"]))
-        case "image":  # which would have to be fetched from elsewhere
+        case "image":  # a link: the image itself would have to be fetched from elsewhere
             address = str(token.attrs["src"])
             return _link(address, token.content or address) or token.content
         case "heading":
@@ -143,7 +143,7 @@ _TYPES = {
     "svg": "image/svg+xml",
     "json": "application/json",
 }
-# Own files only, and no string ever becomes markup or a script: the browser refuses what the code must not do.
+# Only the page's own files, and no string ever becomes markup or a script: the browser enforces both.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -166,13 +166,13 @@ PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    # Kept, and asked about each time: a new release is seen at once, and an old one costs a header.
+    # Cached, but revalidated each time: a new release is seen at once, and an unchanged file costs only headers.
     "cache-control": "no-cache",
 }
 
 
 class _Asset(NamedTuple):
-    """A file as it is sent."""
+    """A file ready to be sent."""
 
     body: bytes
     media_type: str
@@ -180,14 +180,14 @@ class _Asset(NamedTuple):
 
     @classmethod
     def of(cls, body: bytes, suffix: str) -> _Asset:
-        """`suffix` is one of `_TYPES`."""
+        """Make the asset of a file whose name ends in `suffix`, a key of `_TYPES`."""
         return cls(body, _TYPES[suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 class Page:
-    """The page's files. They need no API key, since they tell nothing of model or users; the API stays protected.
+    """The page's files. They need no API key, since they reveal nothing of model or users; the API stays protected.
 
-    `paths` are those of the files.
+    `paths` holds the paths of the files.
     """
 
     def __init__(self, gateway: Gateway, bodies: BodyReader, *, needs_key: bool) -> None:
@@ -205,13 +205,13 @@ class Page:
         self.paths = frozenset(self._assets)
 
     def routes(self) -> list[Route]:
-        """Paths, and what serves them: the files to GET and HEAD, and what works for the page, which takes a key."""
-        # Each route is given its file, for its pattern also matches the path with a line feed behind it.
+        """Return the routes: GET and HEAD for the files, and POST /page/markdown, which needs a key."""
+        # Each route is given its file, since its pattern also matches the path followed by a line feed.
         served = [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
         return [*served, Route("/page/markdown", self._markdown, methods=["POST"])]
 
     async def _markdown(self, request: Request) -> Response:
-        """The blocks of a text; made of one text at a time, and not in the event loop. Raises OutriderError."""
+        """Answer with the blocks of a text, made in a thread, one text at a time. Raises OutriderError."""
         with self._gateway.counted(DOOR):
             reading = self._bodies.open(request, lambda body: validate(MarkdownRequest, body).text)
             async with reading as text, self._one_text:
@@ -221,7 +221,7 @@ class Page:
 
 async def _serve(asset: _Asset, request: Request) -> Response:
     headers = {**PAGE_HEADERS, "etag": asset.etag}
-    # A proxy that compresses marks the tag as weak, which makes no difference.
+    # A compressing proxy marks the tag as weak; it still matches.
     known = request.headers.get("if-none-match", "")
     if asset.etag in known or known.strip() == "*":
         return Response(status_code=304, headers=headers)

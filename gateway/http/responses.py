@@ -1,4 +1,4 @@
-"""What is sent over HTTP: JSON bodies, errors in OpenAI's shape, server-sent events; and clients that go away."""
+"""HTTP answers: JSON bodies, errors in OpenAI's shape, server-sent events; and clients that go away."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _logger = get_logger(__name__)
 T = TypeVar("T")
 
 DOOR = "rest"
-"""What metrics call the REST door."""
+"""Name of the REST door in metrics."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and proxies keep the connection for it."""
+"""A comment in an event stream: clients skip it, and because of it proxies keep the connection open."""
 IN_EVENTS = "in_events"
-"""Where the state of a request's scope says that its answer comes in events, between which comments may be sent."""
+"""Key in the state of a request's scope: whether the answer is a stream of events, which may hold comments."""
 PART_BYTES = 1 << 16
-"""Of a whole answer, what is sent at a time."""
+"""Size of the parts in which a whole answer is sent."""
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,7 +43,7 @@ class Body(BaseModel):
 
 
 def json_bytes(body: BaseModel) -> bytes:
-    """A body as JSON, without unset fields."""
+    """Return a body as JSON, without unset fields."""
     return body.model_dump_json(exclude_unset=True).encode()
 
 
@@ -74,20 +74,20 @@ class HttpError(OutriderError):
 
 
 def error_detail(error: OutriderError) -> ErrorDetail:
-    """What a client is told of an error."""
-    # LangChain looks for this code in the text of OpenAI's exception, which is made of the message alone.
+    """Return what a client is told about an error."""
+    # LangChain looks for this code in the text of OpenAI's exception, which holds only the message.
     message = f"{error.message} ({error.code})" if isinstance(error, ContextLengthError) else error.message
     field = getattr(error, "field", "")
     return ErrorDetail(message=message, type=error.error_type, param=field or None, code=error.code)
 
 
 def error_json(error: OutriderError) -> bytes:
-    """The body of an error, as JSON."""
+    """Return the body of an error, as JSON."""
     return json_bytes(ErrorBody(error=error_detail(error)))
 
 
 def error_response(error: OutriderError) -> Response:
-    """The whole answer to a request that failed before its answer began."""
+    """Return the whole answer to a request that failed before its answer began."""
     headers = dict(getattr(error, "headers", {}))
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
@@ -98,14 +98,14 @@ def error_response(error: OutriderError) -> Response:
 
 
 def internal_error(error: Exception, what: str, logger: logging.Logger) -> InternalError:
-    """The error that a client gets for a fault of the server: an id, under which the log has the rest."""
+    """Log a fault of the server under a new id, and return the error for the client, which has only this id."""
     error_id = secrets.token_hex(4)
     logger.error("%s failed, error id %s", what, error_id, exc_info=error)
     return InternalError(f"internal error, id {error_id}")
 
 
 async def send_json(send: Send, body: bytes) -> None:
-    """Sends a whole answer, in parts of PART_BYTES; returns once the client has taken all but about one of them."""
+    """Send a whole answer in parts of PART_BYTES; return once the client has read all but about one of them."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(0, max(len(body), 1), PART_BYTES):
@@ -114,7 +114,7 @@ async def send_json(send: Send, body: bytes) -> None:
 
 
 def event(data: bytes) -> bytes:
-    """One event; `data` is JSON without line breaks."""
+    """Return one event; `data` is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
 
 
@@ -123,7 +123,7 @@ class ClientStalled(Exception):
 
 
 class EventStream:
-    """An answer in events. It begins with the first one, so that an earlier failure still gets its own status."""
+    """An answer in events. Its head goes with the first one, so that an earlier failure still gets its own status."""
 
     def __init__(self, send: Send, *, stall_seconds: float) -> None:
         """`stall_seconds`: how long the client may leave its stream unread."""
@@ -153,8 +153,8 @@ class EventStream:
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns, or None: it is cancelled as soon as the client has gone. The request's body must have been
-    read."""
+    """Return what `work` returns; if the client goes away or stops reading, cancel `work` and return None. The body of
+    the request must have been read."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
     try:
@@ -177,7 +177,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever none has come for so long. Closing it closes them."""
+    """Yield the items, and None whenever none has come for `seconds`. Closing this generator closes `items`."""
     pending: asyncio.Future[T] | None = None
     try:
         while True:

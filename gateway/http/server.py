@@ -1,4 +1,4 @@
-"""The HTTP server under the REST door: uvicorn with an end to every wait for a client, and a limit of connections."""
+"""The HTTP server under the REST door: uvicorn, with a timeout on every wait for a client, and connection limits."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _IDLE_SECONDS = 75
-"""Until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): they may send a
-request while this side closes, and one that is no GET is not sent again."""
+"""Time until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): otherwise
+they may send a request while this side closes, and they send one that is no GET only once."""
 _MAX_HEAD_BYTES = 65536
-"""Of a request's line and headers, as long as they have not come whole."""
+"""Limit of a request's line and headers while they are incomplete."""
 _MAX_HEAD_LINES = 256
-"""Of the same: to take a line apart takes over a microsecond, before anybody's key is looked at."""
+"""Limit of their lines: parsing a line takes over a microsecond, before any key is checked."""
 _LOOK_SECONDS = 0.1
-"""Between two looks at whether a client that sends no more is still there."""
+"""Time between two checks whether a client that has stopped sending is still there."""
 _REPEAT_LOG_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""That requests get to end where a server stops."""
+"""How long running requests have to end when a server stops."""
 _END_LOOK_SECONDS = 0.01
-"""Between two looks at whether they have ended."""
+"""Time between two checks whether they have ended."""
 _IPV6_PREFIX_BITS = 64
-"""Of an IPv6 address, what tells clients apart: who has one address has all that begin so."""
+"""Bits of an IPv6 address that tell clients apart: whoever has one address has all with the same prefix."""
 
 
 class Connections:
@@ -61,20 +61,20 @@ class Connections:
         self.on_refused: Callable[[OutriderError], None] = lambda error: None
         """Called with the error of each connection that is refused."""
         self.refusals = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
-        """Of what is no HTTP: whoever likes can send it."""
+        """About data that is not HTTP: anybody can send that, and must not fill the log."""
         self._full = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
         self.max_open = options.max_connections
         self.max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
-        """Addresses that are many clients', and may have all connections."""
+        """Networks whose addresses are shared by many clients, and may have all connections."""
         self._idle: dict[_HttpConnection, None] = {}
-        """Those without a request; the one that has been longest without is first."""
+        """Connections without a request, the one that has been idle longest first."""
         self._per_client: Counter[str] = Counter()
 
     def admit(self, connection: _HttpConnection) -> bool:
-        """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay.
+        """Count a new connection; if there are too many, drop an idle one. Return whether the new one may stay.
 
-        Where one client has too many, it has to be one of its own.
+        If one client has too many, only one of its own gives way.
         """
         self.num_open += 1
         client = connection.client_key
@@ -83,7 +83,7 @@ class Connections:
         if not client_is_full and self.num_open <= self.max_open:
             return True
         for idle in self._idle:
-            # One whose client still takes an answer is not idle.
+            # A connection whose client is still reading an answer is not idle.
             if not idle.transport.get_write_buffer_size() and (not client_is_full or idle.client_key == client):
                 idle.drop()
                 return True
@@ -98,7 +98,7 @@ class Connections:
         return False
 
     def client_of(self, host: str) -> str:
-        """The address or IPv6 prefix that a client's connections are counted by; empty where they are not."""
+        """Return the address or IPv6 prefix by which a client's connections are counted; empty if they are not."""
         try:
             address = ip_address(host.partition("%")[0])
         except ValueError:
@@ -112,14 +112,14 @@ class Connections:
         return str(address)
 
     def set_idle(self, connection: _HttpConnection, idle: bool) -> None:
-        """Marks whether a connection has no request. One that was idle before keeps its place in line."""
+        """Mark whether a connection has no request. One that was idle before keeps its place in line."""
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
             self._idle[connection] = None
 
     def remove(self, connection: _HttpConnection) -> None:
-        """Counts a connection that has ended."""
+        """Remove a connection that has ended from the counts."""
         self.num_open -= 1
         self._per_client[connection.client_key] -= 1
         if not self._per_client[connection.client_key]:
@@ -128,15 +128,15 @@ class Connections:
 
 
 class _HttpConnection(H11Protocol):
-    """A connection is in one of these states, and none but the second lasts as long as the client likes.
+    """A connection is in one of these states, each of which ends after a limited time.
 
     idle            between requests, or before the first: uvicorn's keep-alive, or until another one needs the place
     in a request    from its whole head to its whole answer: bounded by the application
     late            part of a head is here, or part of a body that nobody reads any more: `header_seconds`
-    unread          the client does not take an answer that waits for it: `stall_seconds` without progress
+    unread          the client does not read an answer that waits for it: `stall_seconds` without progress
 
-    In a request the client may say that it sends no more, as `nc -N` does, and still gets its answer. One that has gone
-    says the same; but what is sent to it comes back as a reset, and then the request ends.
+    During a request the client may close its sending side, as `nc -N` does, and still gets its answer. A client that
+    has gone looks the same, but what is sent to it comes back as a reset, and then the request ends.
     """
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
@@ -144,15 +144,15 @@ class _HttpConnection(H11Protocol):
         super().__init__(**arguments)
         self._connections = connections
         self.client_key = ""
-        """What the connections of its client are counted by; see `Connections.client_of`."""
+        """Key by which the client's connections are counted; see `Connections.client_of`."""
         self._late_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._unread = math.inf
-        """Bytes that the client had not taken when the timer was set."""
+        """Bytes that the client had not read when the timer was set."""
         self._look_timer: asyncio.TimerHandle | None = None
-        """Set as long as the client sends no more and is answered."""
+        """Set while the client has closed its sending side and is still answered."""
         self._probe_time = 0.0
-        """When something is sent next, to see whether such a client is still there."""
+        """When to send something next, to see whether such a client is still there."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -163,7 +163,7 @@ class _HttpConnection(H11Protocol):
             self._connections.on_refused(error)
             self._refuse(error)
             return
-        # Of the base's own accord it waits for a first byte for ever.
+        # Without this, the base class would wait for the first byte forever.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         self._update_state()
 
@@ -187,7 +187,7 @@ class _HttpConnection(H11Protocol):
         self._update_state()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection for the answers to what is here already; not with TLS, whose transports cannot."""
+        """Keep the connection to answer a request that is here already; TLS transports cannot be kept so."""
         if self.scheme == "https" or not self._has_whole_request:
             return False
         if self._look_timer is None:
@@ -204,19 +204,19 @@ class _HttpConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread = math.inf  # the client has taken some, however much is written now
+        self._unread = math.inf  # the client has read some, however much is written now
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self._update_state()
 
     def drop(self) -> None:
-        """Ends an idle connection at once."""
+        """End an idle connection at once."""
         self._connections.set_idle(self, False)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, in the shape of all other errors."""
+        """Answer data that is not HTTP, in the shape of all other errors."""
         cause = sys.exc_info()[1]
         if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
             text = f"the request's line and headers have more than {_MAX_HEAD_BYTES} bytes; send fewer"
@@ -226,14 +226,14 @@ class _HttpConnection(H11Protocol):
         self._refuse_head(error)
 
     def _refuse_head(self, error: OutriderError) -> None:
-        """Counts and answers a request that the application is not told of."""
+        """Count and answer a request that the application does not see."""
         self._connections.refusals.warn("refused: %s: %s", error.code, error.message)
-        if not self._in_request:  # which counts its end itself
+        if not self._in_request:  # a running request counts its end itself
             self._connections.on_refused(error)
         self._refuse(error)
 
     def _refuse(self, error: OutriderError) -> None:
-        """Answers with an error of the connection's own, and closes it."""
+        """Answer with an error that does not come from the application, and close the connection."""
         answer = error_response(error)
         answer.headers["connection"] = "close"
         status = HTTPStatus(answer.status_code)
@@ -253,12 +253,12 @@ class _HttpConnection(H11Protocol):
 
     @property
     def _has_whole_request(self) -> bool:
-        """Whether an answer is due to what the client has sent."""
+        """Whether the client has sent a whole request, to which an answer is due."""
         return self._in_request and self.conn.their_state is not h11.SEND_BODY
 
     def _look(self) -> None:
-        """Ends a connection whose client sends no more and has gone."""
-        if self.transport.is_closing():  # its socket may be gone, or another connection's
+        """End the connection if its client, which has stopped sending, has gone."""
+        if self.transport.is_closing():  # the socket may be closed, or its number belong to another connection
             return
         self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look)
         now = self.loop.time()
@@ -270,9 +270,9 @@ class _HttpConnection(H11Protocol):
             self._probe()
 
     def _probe(self) -> None:
-        """Sends what a client that is there passes over."""
+        """Send something that a client that is there ignores."""
         if not self.cycle.response_started:
-            if self.conn.their_http_version != b"1.1":  # knows no answers that come before the one that counts
+            if self.conn.their_http_version != b"1.1":  # HTTP/1.0 has no informational responses
                 self.transport.abort()
                 return
             self.transport.write(
@@ -282,7 +282,7 @@ class _HttpConnection(H11Protocol):
             self.transport.write(self.conn.send(h11.Data(KEEP_ALIVE)) or b"")
 
     def _update_state(self) -> None:
-        """Sets the timers that belong to the present state."""
+        """Set the timers that belong to the present state."""
         in_request = self._in_request
         closing = self.transport.is_closing()
         pending = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
@@ -297,11 +297,11 @@ class _HttpConnection(H11Protocol):
             self._watch_unread()
 
     def _watch_unread(self) -> None:
-        """Ends a connection whose client has taken nothing since the last look."""
+        """End the connection if its client has read nothing since the last check."""
         self._unread_timer = None
         left = self.transport.get_write_buffer_size()
         in_request = self._in_request and not self.transport.is_closing()
-        if in_request and not self.flow.write_paused:  # the application may have written more than was taken
+        if in_request and not self.flow.write_paused:  # the application may have written more than was read
             self._unread = math.inf
         elif left >= self._unread:
             self.transport.abort()
@@ -313,12 +313,12 @@ class _HttpConnection(H11Protocol):
 
 
 def _num_head_lines(data: bytes) -> int:
-    """Lines up to the first empty one that ends the head of a request."""
+    """Count the lines up to the first empty one, which ends the head of a request."""
     ends = [end for end in (data.find(b"\n\r\n"), data.find(b"\n\n")) if end >= 0]
     return data.count(b"\n", 0, min(ends, default=len(data)))
 
 
-# It is no fault that we gave up an answer, as on a client that does not read it.
+# Giving up an answer is no fault, for instance if the client does not read it.
 logging.getLogger("uvicorn.error").addFilter(
     lambda record: record.msg != "ASGI callable returned without completing response."
 )
@@ -330,7 +330,7 @@ class HttpServer:
     def __init__(
         self, app: ASGIApp, address: str, *, option: str, options: GatewayOptions, tls: TlsSource | None = None
     ) -> None:
-        """Binds at once, so that a wrong address fails early; `option` names it in errors. Raises ConfigError.
+        """Bind at once, so that a wrong address fails early; `option` names it in errors. Raises ConfigError.
 
         `options` hold the limits of connections.
         """
@@ -354,7 +354,7 @@ class HttpServer:
         self._dates: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Accepts connections."""
+        """Start to accept connections."""
         connect = partial(_HttpConnection, self.connections, config=self.config, server_state=self._state, app_state={})
         self._dates = asyncio.create_task(self._renew_date(), name=f"date of {self.address}")
         if self._tls is None:
@@ -364,13 +364,13 @@ class HttpServer:
             self._server = TlsListener(self._socket, self._tls, connect, self.connections)
 
     async def _renew_date(self) -> None:
-        """Keeps the date that answers bear."""
+        """Keep the Date header of answers up to date."""
         while True:
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
             await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
-        """Accepts no more; requests still running get a second, then they are cancelled."""
+        """Accept no more connections; running requests get a second, then they are cancelled."""
         if self._server is None or self._dates is None:
             self._socket.close()
             return
@@ -384,7 +384,7 @@ class HttpServer:
                     await asyncio.sleep(_END_LOOK_SECONDS)
                 await self._server.wait_closed()
         except TimeoutError:
-            if state.tasks:  # or there are only clients that do not take the end of their connections
+            if state.tasks:  # otherwise only clients are left that do not take the end of their connections
                 _logger.error("%d requests have not ended in time and are cancelled", len(state.tasks))
             for task in state.tasks:
                 task.cancel()
@@ -395,9 +395,9 @@ _ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?([^/@]+)(/.*)?", re.IGNORECA
 
 
 def _origin_form(app: ASGIApp) -> ASGIApp:
-    """`app`, which takes requests whose target is a whole URL, as proxies send them (RFC 9112, 3.2.2), as others.
+    """Return `app`, made to serve also requests whose target is a whole URL, as proxies send them (RFC 9112, 3.2.2).
 
-    The host of the URL then counts in place of the header's.
+    The host of the URL then replaces the Host header.
     """
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
@@ -411,7 +411,7 @@ def _origin_form(app: ASGIApp) -> ASGIApp:
 
 
 def bind(host: str, port: int, address: str, option: str) -> socket.socket:
-    """A listening socket; `address` and `option` name it in errors. Raises ConfigError."""
+    """Return a listening socket; `address` and `option` name it in errors. Raises ConfigError."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # With the protocol named, asyncio turns Nagle's algorithm off; otherwise each answer would wait 40 ms for an

@@ -1,4 +1,4 @@
-"""How clients of the REST door come to speak TLS."""
+"""TLS connections of the REST door: accepting them, and the handshake."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Protocol
 from outrider.config.gateway import GatewayOptions
 
 _ACCEPT_PAUSE_SECONDS = 0.1
-"""After a connection that could not be accepted, for instance because no more files can be opened."""
+"""Pause after a connection could not be accepted, for instance because no more files can be opened."""
 
 
 class Limits(Protocol):
-    """How many connections there may be, as `gateway.http.server.Connections` has it."""
+    """The limits of connections, which `gateway.http.server.Connections` has."""
 
     max_open: int
     max_per_client: int
     options: GatewayOptions
 
     def client_of(self, host: str) -> str:
-        """Whom an address is of; empty for one that is many clients'."""
+        """Return a key for the client with this address; empty if many clients share the address."""
 
 
 class TlsListener:
-    """Accepts connections, and agrees on TLS with each client. Used from one event loop.
+    """Accepts connections, and does the TLS handshake with each client. Used from one event loop.
 
-    As many may be at that at once, in all and of one client, as there may be connections. asyncio would count none of
-    them, and clients that never speak could take all files that the process may open.
+    Handshakes under way have the same limits, in all and for one client, as connections. asyncio would not count them,
+    and clients that never speak could use up all files that the process may open.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TlsListener:
         connect: Callable[[], asyncio.Protocol],
         connections: Limits,
     ) -> None:
-        """`connect` makes the protocol of a connection with TLS; `connections` have the limits."""
+        """`connect` makes the protocol of a connection with TLS; `connections` has the limits."""
         self._listener = listener
         self._context = context
         self._connect = connect
@@ -77,7 +77,7 @@ class TlsListener:
 
     async def _agree(self, connection: socket.socket, client: str) -> None:
         try:
-            with contextlib.suppress(OSError):  # no TLS, no certificate that is taken, too late, or gone
+            with contextlib.suppress(OSError):  # no TLS, no accepted certificate, too late, or the client is gone
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await asyncio.get_running_loop().connect_accepted_socket(
                     self._connect,
@@ -91,10 +91,10 @@ class TlsListener:
                 del self._per_client[client]
 
     def close(self) -> None:
-        """Accepts no more, and ends handshakes."""
+        """Accept no more connections, and cancel handshakes."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits until all of that has ended."""
+        """Wait until accepting and all handshakes have ended."""
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)

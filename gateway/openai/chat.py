@@ -67,7 +67,7 @@ class NamedChoice(StrictModel):
 
     @property
     def allowed(self) -> tuple[str, list[str], str]:
-        """Whether one may or must be called, their names, and the field of each name."""
+        """The mode (whether one may or must be called), the functions' names, and the field of each name, to format."""
         return "required", [self.function.name], "tool_choice.function.name"
 
 
@@ -86,7 +86,7 @@ class AllowedChoice(StrictModel):
 
     @property
     def allowed(self) -> tuple[str, list[str], str]:
-        """As of a NamedChoice."""
+        """See NamedChoice."""
         names = [one.function.name for one in self.allowed_tools.tools]
         return self.allowed_tools.mode, names, "tool_choice.allowed_tools.tools[{}].function.name"
 
@@ -107,7 +107,7 @@ class CallBody(StrictModel):
     function: CalledFunction
 
     def plain(self) -> ToolCall:
-        """The call as the gateway's own request has it."""
+        """Return the call as the gateway's own request has it."""
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
@@ -144,7 +144,7 @@ class CallDelta(Body):
 
     @classmethod
     def of(cls, delta: ToolCallDelta) -> CallDelta:
-        """OpenAI's view of the news of a call."""
+        """Return OpenAI's view of a call's delta."""
         if not delta.id:
             return cls(index=delta.index, function=FunctionDelta(arguments=delta.arguments))
         function = FunctionDelta(name=delta.name, arguments=delta.arguments)
@@ -152,7 +152,7 @@ class CallDelta(Body):
 
 
 def calls_made(deltas: Sequence[ToolCallDelta]) -> list[CallMade]:
-    """The calls of one answer, of which `deltas` are all news."""
+    """Return the calls of one answer; `deltas` are all deltas of its calls."""
     made = []
     for _, group in groupby(deltas, key=attrgetter("index")):
         head, *more = group
@@ -172,7 +172,7 @@ class TextPart(StrictModel):
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
     cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
-    # OpenAI's agents for JavaScript repeat in the part of an answer what the rest of its message was.
+    # OpenAI's agents for JavaScript repeat the other fields of an answer's message in its text part.
     role: Literal["assistant"] | None = Field(None, description="Taken and not used.")
     reasoning_content: Text | None = Field(None, description="Taken and not used.")
     reasoning: Text | None = Field(None, description="Taken and not used.")
@@ -211,7 +211,7 @@ class ChatMessage(StrictModel):
         return self
 
     def plain(self) -> RequestMessage:
-        """The message as the gateway's own request has it."""
+        """Return the message as the gateway's own request has it."""
         return RequestMessage(
             role=self.role,
             content=content_text(self.content or "") + (self.refusal or ""),
@@ -267,7 +267,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
         return tool_fields(self._functions(), self.tool_choice, self.parallel_tool_calls)
 
     def requests(self, max_prompts: int) -> NamedRequests:
-        """The gateway's own request."""
+        """Return the gateway's own request."""
         fields = self.common((self.top_logprobs or 0) if self.logprobs else None)
         fields["separate_reasoning"] = self.separate_reasoning is not False
         fields["chat"] = {
@@ -348,7 +348,7 @@ class ChatCompletionChunk(AnswerHead):
 
 
 def _finish_word(reason: FinishReason | None, answer: CollectedAnswer) -> ChatFinishWord:
-    """OpenAI's word for the reason of a chat's end."""
+    """Return OpenAI's word for the reason why a chat answer ended."""
     word = finish_word(reason)
     return "tool_calls" if word == "stop" and answer.calls else word
 
@@ -403,7 +403,7 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def _thought(text: str) -> dict[str, str]:
-    """By both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
+    """Return reasoning under both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 

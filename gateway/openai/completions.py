@@ -28,11 +28,11 @@ from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_TOKENS = 16
 _INLINE_ECHO_TOKENS = 4096
-"""Prompt tokens that the event loop spells out itself, in some milliseconds."""
+"""Prompt tokens up to which the event loop spells them out itself, in some milliseconds."""
 
 
 def prompt_kind(value: Any) -> str:
-    """The tag of a prompt in one of its four forms."""
+    """Return the tag for a prompt in one of its four forms."""
     if not isinstance(value, list):
         return "@text"
     first = value[0] if value else None
@@ -92,12 +92,12 @@ class CompletionRequest(OpenAIRequest):
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     def requests(self, max_prompts: int) -> NamedRequests:
-        """The gateway's own requests, one a prompt. Raises InvalidRequestError."""
+        """Return the gateway's own requests, one for each prompt. Raises InvalidRequestError."""
         prompt_values = [self.prompt_logprobs, self.logprobs if self.echo else None]
         common = self.common(0 if self.logprobs is None and self.chooses else self.logprobs) | {
             "n": self.n if self.best_of is None else self.best_of,
             "num_prompt_logprobs": max((number for number in prompt_values if number is not None), default=None),
-            # Verify commits a token in any case; of an answer without room it is dropped.
+            # Verify always commits a token; with a limit of 0 it is dropped.
             "max_tokens": 1 if self.limit == 0 else self.limit,
             "default_max_tokens": _DEFAULT_TOKENS,
             "prompt_only": self.limit == 0,
@@ -143,10 +143,10 @@ class CompletionBuilder(ChoicesBuilder):
         sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = [prompt if isinstance(prompt, str) else None for prompt in sent[: len(jobs)]]
         self._texts = [text for job, text in zip(jobs, texts, strict=True) for _ in range(job.n)]
-        """The prompt of each answer, where it was sent as text: its tokens may spell it otherwise."""
+        """The prompt of each answer if it was sent as text, which its tokens may spell differently."""
 
     def is_large(self, delta: Delta | None = None) -> bool:
-        """See the base; a long prompt that is given back is large, too."""
+        """See the base; a long prompt that is echoed is large, too."""
         return bool(self._body.echo and self._prompt_tokens > _INLINE_ECHO_TOKENS) or super().is_large(delta)
 
     def whole(self) -> Completion:
@@ -175,7 +175,7 @@ class CompletionBuilder(ChoicesBuilder):
         return self._chunk(choices, usage=UsageBody.of(self._usage))
 
     def _sent(self) -> list[int]:
-        """Indices of the answers that are sent: of each prompt the likeliest ones, where more were made."""
+        """Return the indices of the answers to send: if more were made, the likeliest ones for each prompt."""
         sent: list[int] = []
         first = 0
         while first < len(self._jobs):
@@ -205,11 +205,11 @@ class CompletionBuilder(ChoicesBuilder):
             yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **trace)
 
     def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:
-        """The prompt's text and log-probabilities, where they are given back."""
+        """Return the prompt's text and log-probabilities, as far as they are echoed."""
         if not self._body.echo:
             return "", None
         token_ids, last = self._jobs[index].prompt_token_ids, len(self._jobs[index].prompt_token_ids) - 1
-        # Half a character counts for the token that ends it.
+        # A character that several tokens share counts for the token that ends it.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         pieces = [decoder.decode(self._tokenizer.token_bytes(token), i == last) for i, token in enumerate(token_ids)]
         text = self._texts[index]

@@ -1,4 +1,4 @@
-"""What OpenAI's requests share: how they stream, the form of the answer, choices of tools, and what has no effect."""
+"""Fields shared by OpenAI's requests: streaming, forms of answers, choices of tools, and fields without effect."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ Schema = Annotated[
 """A JSON schema as an object, or as JSON in a string."""
 T = TypeVar("T")
 ListForPrompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-"""Prompts, or what holds for each of them."""
+"""A list of prompts, or of values for each of them."""
 NamedRequests = list[tuple[ClientRequest, Mapping[str, str]]]
-"""Requests, each with what the body calls its fields."""
+"""Requests, each with the body's names for its fields."""
 
 
 class Form(NamedTuple):
-    """What the answer must be."""
+    """A form that the answer must have."""
 
     field: str
-    """The field of the body that says so."""
+    """The field of the body that asks for this form."""
     grammar: Grammar
     strict: bool = False
-    """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""
+    """Whether a schema that cannot be enforced in full is refused, as with OpenAI's `strict`."""
 
 
 class Only:
-    """Annotation of a field that takes null and some values, which change nothing here."""
+    """Annotation of a field that accepts only null and some values, none of which changes anything here."""
 
     def __init__(self, *allowed: Any, why: str) -> None:
-        """`why` explains a refusal of all other values."""
+        """`why` explains why all other values are refused."""
         self._allowed = allowed
         self._why = why
         words = [json.dumps(value) for value in allowed]
         self._fix = f"leave it out or send {' or '.join(words)}" if words else "leave it out"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Checks the value."""
+        """Have `_check` run on the value."""
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Names the values."""
+        """Name the accepted values in the JSON schema."""
         return {"enum": [None, *self._allowed], "description": f"Taken at these values only: {self._why}."}
 
     def _check(self, value: Any) -> Any:
@@ -99,7 +99,7 @@ class HarmlessFields(StrictModel):
 
 
 class TemplateFields(StrictModel):
-    """What a conversation's template is told beside the messages."""
+    """Values for a conversation's template besides the messages."""
 
     chat_template_kwargs: TemplateValues | None = None
     """Further values for the chat template, by name, like enable_thinking; 16384 bytes of JSON."""
@@ -108,7 +108,7 @@ class TemplateFields(StrictModel):
 
 
 def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a conversation's template is told beside the messages, by name."""
+    """Return a conversation's template values besides the messages, by name."""
     known: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         known["enable_thinking"] = False
@@ -116,7 +116,7 @@ def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | 
 
 
 def list_or(tag: str) -> Discriminator:
-    """Tells lists, whose tag is @list, from what has this tag."""
+    """Return a discriminator that gives lists the tag @list, and all else this tag."""
     return Discriminator(lambda value: "@list" if isinstance(value, list) else tag)
 
 
@@ -142,7 +142,7 @@ ContentOf = Annotated[
 
 
 def content_text(content: str | list[Any]) -> str:
-    """What the template is shown of a ContentOf."""
+    """Return a ContentOf as the text that the template gets."""
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
@@ -166,7 +166,7 @@ ChoiceOf = Annotated[
 
 
 def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> dict[str, Any]:
-    """Fields of a `Chat` but its messages; `choice` is a ChoiceOf. Raises InvalidRequestError."""
+    """Return the fields of a `Chat` about tools; `choice` is a ChoiceOf. Raises InvalidRequestError."""
     fields: dict[str, Any] = {"tools": list(tools), "parallel_tool_calls": parallel is not False}
     if choice is None or isinstance(choice, str):
         return fields | {"tool_choice": choice or "auto"}
@@ -190,14 +190,17 @@ class StreamOptions(StrictModel):
 
 
 class GenerationBody(StrictModel):
-    """What the bodies of all routes that generate share."""
+    """Fields that the bodies of all routes that generate share."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
 
     @abstractmethod
     def requests(self, max_prompts: int) -> NamedRequests:
-        """The gateway's own requests, one a prompt. Raises InvalidRequestError, also for more than `max_prompts`."""
+        """Return the gateway's own requests, one for each prompt.
+
+        Raises InvalidRequestError, also for more than `max_prompts`.
+        """
 
 
 _FORMS = {
@@ -214,11 +217,11 @@ _FORMS = {
     "guided_grammar": GrammarKind.EBNF,
     "ebnf": GrammarKind.EBNF,
 }
-"""Fields that say what the answer must be, of whichever model."""
+"""Fields that give the form of the answer, in any body, and the kinds of their grammars."""
 
 
 def named_forms(body: BaseModel, prefix: str = "", *, strict: bool = False) -> list[Form]:
-    """The fields of a body that are in `_FORMS` and set, their names behind `prefix`, with their grammars.
+    """Return the form of each field in `_FORMS` that is set in a body; `prefix` goes before the field's name.
 
     `strict`: objects have no keys but those that a schema names.
     """
@@ -240,18 +243,18 @@ def _grammar(kind: GrammarKind, value: Any, *, strict: bool) -> Grammar:
 
 
 class FormBody(StrictModel):
-    """A body that may say, in one of several fields, what the answer must be."""
+    """A body that may give the form of the answer in one of several fields."""
 
     @cached_property
     def forms(self) -> list[Form]:
-        """What the fields that are set say."""
+        """The forms that the body asks for."""
         return named_forms(self)
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         try:
             for form in self.forms[1:]:
-                # Clients that suit several releases of vLLM say the same under its old name and its new one.
+                # Clients for several releases of vLLM send the same form under its old name and its new one.
                 if form.grammar != self.forms[0].grammar:
                     first, second = (one.field.partition(".")[0] for one in (self.forms[0], form))
                     raise InvalidRequestError(second, f"does not go with {first}", "send one of them")
@@ -264,12 +267,12 @@ class FormBody(StrictModel):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must be; None allows anything."""
+        """The grammar that the answer must fit; None allows anything."""
         return self.forms[0].grammar if self.forms else None
 
     @property
     def grammar_field(self) -> str:
-        """The field that says so."""
+        """The body's field with the grammar."""
         return self.forms[0].field if self.forms else "grammar"
 
 
@@ -283,13 +286,13 @@ class JsonSchema(StrictModel):
     """Objects have no keys but those that the schema names, unless it says otherwise."""
 
     def form(self, field: str) -> Form:
-        """What fits the schema, which stands in this field."""
+        """Return the form of answers that fit the schema; `field` is the schema's place in the body."""
         strict = bool(self.strict)
         return Form(field, _grammar(GrammarKind.JSON_SCHEMA, self.schema_, strict=strict), strict)
 
 
 def check_goes_with(kind: str, wanted: str, value: object, field: str, what: str) -> None:
-    """Raises InvalidRequestError unless a form of type `wanted`, and no other, has a value in the field."""
+    """Raise InvalidRequestError if a form of type `wanted` lacks a value in `field`, or one of another type has one."""
     if kind == wanted and value is None:
         raise InvalidRequestError(field, "is missing", f"send the {what}", code="missing_required_parameter")
     if kind != wanted and value is not None:
@@ -311,7 +314,7 @@ class ResponseFormat(StrictModel):
 
     @property
     def forms(self) -> list[Form]:
-        """What the answer must be; none where any text will do."""
+        """The forms that the answer must have; empty if any text will do."""
         if self.type == "text":
             return []
         if self.grammar_ is not None:
@@ -372,7 +375,7 @@ class FormatFields(FormBody):
 
 
 class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):
-    """What the bodies of chat and completions share. A field of SamplingFields or OutputFields is one of both."""
+    """Fields that the bodies of chat and completions share, with all of SamplingFields and OutputFields."""
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -395,21 +398,21 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
 
     @property
     def limit(self) -> int | None:
-        """Most tokens per answer, by whichever name."""
+        """Most tokens per answer, under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_field(self) -> str:
-        """The name by which it was sent."""
+        """The name under which the limit was sent."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def field_names(self) -> dict[str, str]:
-        """What this body calls the fields of a ClientRequest, where the names differ."""
+        """The body's names for fields of a ClientRequest, where they differ."""
         return {"sampling.logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
 
     def common(self, num_logprobs: int | None) -> dict[str, Any]:
-        """Fields of a ClientRequest, without the prompt."""
+        """Return the fields of a ClientRequest, without the prompt."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in OutputFields.model_fields}
         sampling = {name: getattr(self, name) for name in SamplingFields.model_fields}
         sampling["num_logprobs"] = num_logprobs
@@ -428,10 +431,11 @@ def prompt_requests(
     about: Callable[[int], tuple[dict[str, Any], Mapping[str, str]]],
     max_prompts: int,
 ) -> NamedRequests:
-    """The gateway's own requests, one a prompt: a text, a list of texts, token ids, or a list of lists of them.
+    """Return the gateway's own requests, one for each prompt.
 
-    `field` is what the body calls them; `about` an index gives the other fields of a ClientRequest, and what the body
-    calls these. Raises InvalidRequestError, also for more than `max_prompts`.
+    `prompts` is a text, a list of texts, token ids, or a list of lists of token ids, and `field` is the body's name for
+    it. `about` returns the other fields of a ClientRequest for a prompt's index, and the body's names for these.
+    Raises InvalidRequestError, also for more than `max_prompts`.
     """
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
     several = [prompts] if is_one else prompts

@@ -1,4 +1,4 @@
-"""What routes that generate share: the life of a request, and the building of its response."""
+"""Code that all routes that generate share: serving a request, and building its response."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from outrider.rpc.call import limit_time, name_user
 _logger = get_logger(__name__)
 
 _INLINE_VALUES = 1024
-"""Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
+"""Log-probabilities and tree nodes up to which the event loop writes a body itself, in some milliseconds."""
 _VERY_LARGE_VALUES = 1 << 16
-"""Values that take so much memory as a body that only one of the kind is made at a time."""
+"""Bodies with more values than this take so much memory that only one is built at a time."""
 
 
 class AnswerHead(Body):
@@ -89,7 +89,7 @@ class SpeculationUsage(Body):
 
     @classmethod
     def of(cls, usage: Usage) -> SpeculationUsage:
-        """The part of a usage that tells of rounds."""
+        """Return the part of a usage that is about rounds."""
         return cls(
             rounds=usage.num_rounds,
             draft_tokens=usage.num_draft_tokens,
@@ -110,7 +110,7 @@ class UsageBody(Body):
 
     @classmethod
     def of(cls, usage: Usage) -> UsageBody:
-        """OpenAI's view of a usage."""
+        """Return OpenAI's view of a usage."""
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -125,7 +125,7 @@ FinishWord = Literal["stop", "length"]
 
 
 def finish_word(reason: FinishReason | None) -> FinishWord:
-    """OpenAI's word for the reason."""
+    """Return OpenAI's word for the reason."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
@@ -140,40 +140,40 @@ class CollectedAnswer:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     trees: list[RoundTree] = field(default_factory=list)
     num_characters: int = 0
-    """Of the text of the tokens that were streamed."""
+    """Characters in the text of the streamed tokens."""
     begun: bool = False
     """Whether the role, or the prompt that is echoed, was streamed."""
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
-    """Of its rounds, and of the prompt's tokens in the cache."""
+    """Counts of its rounds, and of prompt tokens found in the cache."""
 
 
 class ResponseBuilder(ABC):
     """Builds the bodies of one response."""
 
     id_prefix: str
-    """What the ids of responses begin with."""
+    """Prefix of the ids of responses."""
     top_field = "top_logprobs"
-    """What the route calls the number of likely tokens."""
+    """The route's name for the number of likely tokens."""
     prompt_field = "prompt_logprobs"
-    """What the route calls the same of prompts."""
+    """The route's name for the number of likely tokens of prompts."""
     stream_end = DONE
-    """Behind the last event."""
+    """Sent after the last event."""
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: Any) -> None:
-        """`body`: the request that is answered, as the route takes it."""
+        """`body` is the request to answer, as the route takes it."""
         self._tokenizer = model.tokenizer
         self._jobs = [job for job in jobs for _ in range(job.n)]
-        """Of each answer."""
+        """The job of each answer."""
         self._answers = [CollectedAnswer() for _ in self._jobs]
         self.num_prompt_values = sum(
             len(job.prompt_token_ids) * (1 + num_top)
             for job in self._jobs
             if (num_top := job.request.num_prompt_logprobs) is not None
         )
-        """Log-probabilities in the response of the prompts' tokens."""
+        """Log-probabilities of prompt tokens in the response."""
         self._num_collected = 0
-        """Log-probabilities, tree nodes and tokens of the answers that are kept."""
+        """Log-probabilities, tree nodes and tokens of the answers that are kept in memory."""
         self._usage = Usage()
         self._head: dict[str, Any] = {
             "id": jobs[0].request.request_id,
@@ -192,27 +192,27 @@ class ResponseBuilder(ABC):
 
     @property
     def num_kept(self) -> int:
-        """Values in memory, those of prompts from the start."""
+        """Number of values in memory; those of prompts count from the start."""
         return self.num_prompt_values + self._num_collected
 
     @property
     def kept_field(self) -> str:
-        """The field of the request that asked for most of them."""
+        """The field of the request that asked for most of the values in memory."""
         if self.num_prompt_values > self._num_collected:
             return self.prompt_field
         request = self._jobs[0].request
         return "trace" if request.trace and request.sampling.num_logprobs is None else self.top_field
 
     def is_large(self, delta: Delta | None = None) -> bool:
-        """Whether a body, with a delta, holds so many values that it is better built in a thread."""
+        """Whether a body, with this delta, holds so many values that it should be built in a thread."""
         return self.num_kept + (0 if delta is None else _num_values(delta)) > _INLINE_VALUES
 
     def _keeps_tokens(self, job: Job) -> bool:
-        """Whether a whole answer needs its tokens, not their text alone."""
+        """Whether a whole answer needs its tokens, and not only their text."""
         return job.request.sampling.num_logprobs is not None or job.request.trace
 
     def collect(self, delta: Delta) -> None:
-        """Keeps a delta for `whole`."""
+        """Keep a delta for `whole`."""
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
         answer.reasoning.append(delta.reasoning)
@@ -228,26 +228,26 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def whole(self) -> BaseModel:
-        """The response that is not streamed; every answer has been collected to its end."""
+        """Return the response that is not streamed; every answer must have been collected to its end."""
 
     @abstractmethod
     def chunks(self, delta: Delta) -> Iterator[BaseModel]:
-        """The events of a delta, the usage at the end included."""
+        """Yield the events of a delta, including the usage at the end."""
 
     def event(self, body: BaseModel) -> bytes:
-        """An event as it is sent."""
+        """Return an event as it is sent."""
         return event(json_bytes(body))
 
     def error_event(self, error: OutriderError) -> bytes:
-        """The last event of a stream that fails."""
+        """Return the last event of a stream that fails."""
         return event(error_json(error))
 
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
-        """The field with the trace of a choice's tokens, for a request that is traced."""
+        """Return the field with the trace of an answer's tokens; none unless the request is traced."""
         return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].request.trace else {}
 
     def _prompt_logprobs(self, index: int, num_top: int | None) -> dict[str, Any]:
-        """The field with the prompt's log-probabilities, where asked for."""
+        """Return the field with the prompt's log-probabilities; none unless they were asked for."""
         if num_top is None:
             return {}
         parts = self._answers[index].prompt_logprobs
@@ -256,7 +256,7 @@ class ResponseBuilder(ABC):
 
 
 class ChoicesBuilder(ResponseBuilder):
-    """OpenAI's responses: events that hold choices, and usage."""
+    """Builds OpenAI's responses, whose events hold choices and usage."""
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: OpenAIRequest) -> None:
         super().__init__(model, jobs, body)
@@ -275,27 +275,27 @@ class ChoicesBuilder(ResponseBuilder):
             yield self._chunk([], usage=UsageBody.of(delta.usage))
 
     def _usage_so_far(self, num_tokens: int) -> dict[str, UsageBody | None]:
-        """The field of a chunk with choices: null where the usage comes at the end, as OpenAI has it."""
+        """Return the usage field of a chunk with choices: null if the usage comes at the end, as with OpenAI."""
         if not self._options.continuous_usage_stats:
             return {"usage": None} if self._options.include_usage else {}
         total = self._prompt_tokens + num_tokens
         return {"usage": UsageBody(prompt_tokens=self._prompt_tokens, completion_tokens=num_tokens, total_tokens=total)}
 
     def _says_something(self, choice: Any) -> bool:
-        """Whether a choice has tokens of the answer, and not only who speaks."""
+        """Whether a choice has tokens of the answer, and not only the role."""
         return True
 
     @abstractmethod
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[Body]:
-        """A choice for each event of a delta; `answer` is what earlier events have sent."""
+        """Yield a choice for each event of a delta; `answer` holds what earlier events have sent."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], **more: Any) -> Body:
-        """One event."""
+        """Return one event."""
 
 
 def _num_values(delta: Delta) -> int:
-    """Tokens, log-probabilities and tree nodes of a delta."""
+    """Count the tokens, log-probabilities and tree nodes of a delta."""
     num_scored = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
     return num_scored + sum(len(tree.token_ids) for tree in delta.chunk.round_trees)
 
@@ -311,10 +311,10 @@ class GenerationRoute:
     builder_type: type[ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request. Raises OutriderError where nothing was sent yet."""
+        """Serve one request. Raises OutriderError if nothing was sent yet."""
         limit_time(None, self.options.max_request_seconds)
         with self.gateway.counted(DOOR):
-            # A place is taken once the body is there: a slow sender holds none.
+            # Take a place only once the body is here, so that a slow sender holds none.
             self.gateway.gate.check()
             async with AsyncExitStack() as counted:
                 reading = self.bodies.open(Request(scope, receive), self._parse)
@@ -324,7 +324,7 @@ class GenerationRoute:
                 await run_while_connected(receive, self._serve(body, requests, counted, send))
 
     async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
-        """Answers a request; `counted` is closed once its texts are token ids."""
+        """Answer a request; `counted` is closed once the request's texts are token ids."""
         with ExitStack() as place:
             ticket = place.enter_context(self.gateway.gate.enter())
             model = self.gateway.model
@@ -342,21 +342,21 @@ class GenerationRoute:
                     await self._send_stream(deltas, builder, hold, send)
                     return
                 whole = await self._whole(deltas, builder, hold)
-                # Nobody says how slowly the client takes it: until then it is in memory, but no more in the making.
+                # The client may read as slowly as it likes: the answer stays in memory, but gives its place up.
                 place.close()
                 await send_json(send, whole)
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
-        """The user that a body names, the body, and its requests. Called in a thread if it is long."""
+        """Return the user that a body names, the parsed body, and its requests. Called in a thread for a long body."""
         user = body.get("user")
         parsed = validate(self.body_type, body, ignore_unknown=self.options.ignore_unknown_fields)
         return user if isinstance(user, str) else "", parsed, parsed.requests(self.options.max_prompts)
 
     @contextmanager
     def _quota_of(self, builder: ResponseBuilder) -> Iterator[Callable[[], None]]:
-        """Counts what the response keeps in memory. Gives a function that counts again, for when it keeps more.
+        """Count what the response keeps in memory, and yield a function that counts again when it keeps more.
 
-        Text alone is not counted.
+        Text is not counted.
         """
         if not builder.keeps_values:
             yield lambda: None

@@ -1,4 +1,4 @@
-"""What REST tells of an answer's tokens: their log-probabilities, and which trees and rounds they came from."""
+"""An answer's tokens over REST: their log-probabilities, and the trees and rounds that they came from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> ChatLogprobs | None:
-    """Those of a chat answer's tokens; None where none were asked for. The token that ends an answer is left out."""
+    """Return log-probabilities of a chat answer's tokens, but not of the one that ends it; None if not asked for."""
     if all(token.logprobs is None for token in tokens):
         return None
     content = []
@@ -79,10 +79,10 @@ def completion_logprobs(
     with_end: bool = False,
     prompt: CompletionLogprobs | None = None,
 ) -> CompletionLogprobs | None:
-    """Those of a completion's tokens, behind those of its `prompt`; None where none were asked for.
+    """Return log-probabilities of a completion's tokens, after those of its `prompt`; None if not asked for.
 
-    `offset`: characters of text before them. `with_end`: the token that ends an answer has an entry, too, as clients
-    expect that read the prompt's: they count one for each token of the completion.
+    `offset`: characters of text before these tokens. `with_end`: the token that ends an answer has an entry, too, since
+    clients that read the entries of the prompt expect one for each token of the completion.
     """
     if not any(t.logprobs is not None for t in tokens):
         return prompt
@@ -112,7 +112,7 @@ def add_completion_logprob(
     if lists.top_logprobs is not None:
         named: dict[str, float] = {}
         for likely, likely_logprob in top:
-            # Two ids may be spelled alike: the likelier one stands.
+            # Two ids may be spelled alike: keep the likelier one.
             named.setdefault(token_name(likely, tokenizer), finite(likely_logprob))
         lists.top_logprobs.append(named | {name: value})
 
@@ -123,7 +123,7 @@ def _named(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, obj
 
 
 def token_name(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as text, or as its bytes where they are part of a character."""
+    """Return a token as text, or as its bytes if they are not whole characters."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode("utf-8")
@@ -132,16 +132,16 @@ def token_name(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can carry it."""
+    """Return a log-probability that JSON can carry."""
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
 
 
 def prompt_positions(
     parts: Sequence[PromptLogprobs], num_top: int | None = None
 ) -> Iterator[tuple[int, float, int, Iterable[tuple[int, float]]]]:
-    """Of each prompt token but the first: position, log-probability, rank, and the `num_top` likeliest tokens there.
+    """Yield position, log-probability, rank and the `num_top` likeliest tokens for each prompt token but the first.
 
-    The likeliest are pairs of token id and log-probability; None takes all that there are.
+    The likeliest tokens are pairs of token id and log-probability; with None, all that there are.
     """
     for part in parts:
         values, ranks = part.logprobs.tolist(), part.ranks.tolist()
@@ -153,7 +153,7 @@ def prompt_positions(
 def prompt_logprobs_body(
     token_ids: Sequence[int], parts: Sequence[PromptLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> PromptLogprobsBody:
-    """vLLM's shape: a mapping of token ids at each position, the prompt's own token included."""
+    """Return vLLM's shape: for each position a mapping by token id, the prompt's own token included."""
     body: PromptLogprobsBody = [None]
     for position, own_value, own_rank, top in prompt_positions(parts, num_top):
         own = token_ids[position]
@@ -206,7 +206,10 @@ class TraceBody(Body):
 
 
 def trace_body(tokens: Sequence[Token], trees: Sequence[RoundTree], tokenizer: Tokenizer) -> TraceBody:
-    """`trees` are those of the rounds that committed `tokens`; a stop string may have dropped the last ones."""
+    """Return the trace of `tokens`; `trees` are those of the rounds that committed them.
+
+    The rounds may have committed more: a stop string drops the last tokens.
+    """
     traced = []
     for token, (depth, drafter) in zip(tokens, _places(trees), strict=False):
         origin: Any = token.origin.name.lower()
@@ -215,7 +218,7 @@ def trace_body(tokens: Sequence[Token], trees: Sequence[RoundTree], tokenizer: T
 
 
 def _places(trees: Sequence[RoundTree]) -> Iterator[tuple[int, str | None]]:
-    """Depth and drafter of each token that rounds committed."""
+    """Yield depth and drafter of each token that the rounds committed."""
     for tree in trees:
         for index in range(tree.num_tokens):
             known = index < len(tree.accepted)
@@ -230,7 +233,7 @@ def _round(tree: RoundTree, tokenizer: Tokenizer) -> TracedRound:
         token_ids=list(tree.token_ids),
         texts=[tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tree.token_ids],
         drafters=[tree.drafter_names[drafter] for drafter in tree.drafters],
-        # A float32 has 7 digits, and nobody draws more than 4.
+        # A float32 has 7 digits, but 4 decimals are enough to show.
         scores=[round(score, 4) for score in tree.scores],
         accepted=list(tree.accepted),
     )

@@ -1,4 +1,4 @@
-"""What POST /v1/responses answers: items, whole or as named events."""
+"""Answers to POST /v1/responses: items, whole or as named events."""
 
 from __future__ import annotations
 
@@ -134,17 +134,17 @@ class ResponseEvent(Body):
 
 @dataclass(slots=True)
 class _Item:
-    """An item as far as it goes."""
+    """An item so far."""
 
     kind: ItemKind
     id: str
     call: ToolCallDelta | None
-    """The first news of a call."""
+    """The first delta of a call; None for other kinds of items."""
     pieces: list[str] = field(default_factory=list)
-    """Of its text, or of its arguments."""
+    """Pieces of the item's text, or of its arguments."""
 
     def body(self, status: ItemStatus) -> OutputItem:
-        """What is told of it."""
+        """Return the item as clients see it."""
         text = "".join(self.pieces)
         if self.call is not None:
             about: dict[str, Any] = {"call_id": self.call.id, "name": self.call.name, "arguments": text}
@@ -155,19 +155,19 @@ class _Item:
         return OutputItem(type=self.kind, id=self.id, status=status, **about)
 
     def empty(self) -> OutputItem:
-        """What is told of it when it begins."""
+        """Return the item as clients see it when it begins."""
         body = _Item(self.kind, self.id, self.call).body("in_progress")
         return body if self.call is not None else body.model_copy(update={"content": []})
 
 
 _ID_PREFIXES: dict[ItemKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _CONTENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
-"""What the events of an item's content are called by; of one with parts also the type of its part."""
+"""Names that the events of an item's content begin with; for an item with parts, also the type of its part."""
 _Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 
 def _pieces(delta: Delta) -> Iterator[_Piece]:
-    """What a delta adds: the kind of item, text or arguments, and the news of a call that they are of."""
+    """Yield what a delta adds: the kind of item, a piece of text or arguments, and the call of the arguments."""
     if delta.reasoning:
         yield "reasoning", delta.reasoning, None
     told = 0
@@ -181,7 +181,7 @@ def _pieces(delta: Delta) -> Iterator[_Piece]:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """Builds a response, or the events of one: of its items only the last one is open."""
+    """Builds a response or its events. Only its last item is open."""
 
     id_prefix = "resp"
     stream_end = b""
@@ -190,7 +190,7 @@ class ResponsesBuilder(ResponseBuilder):
         super().__init__(model, jobs, body)
         self._num_events = 0
         self._items: list[_Item] = []
-        """Those that were begun."""
+        """Items that have begun."""
         sampling = jobs[0].request.sampling
         self._fields: dict[str, Any] = {
             "id": self._head["id"],
@@ -226,7 +226,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._response(self._status)
 
     def chunks(self, delta: Delta) -> Iterator[ResponseEvent]:
-        """See the base. What was streamed is kept: the last events tell all of it again."""
+        """See the base. What was streamed is kept, since the last events repeat all of it."""
         if not self._num_events:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
@@ -245,13 +245,13 @@ class ResponsesBuilder(ResponseBuilder):
         return b"event: " + str(body.type).encode() + b"\n" + event(json_bytes(body))
 
     def error_event(self, error: OutriderError) -> bytes:
-        """See the base. Clients of this route tell events by their types, and take none without one."""
+        """See the base. Clients of this route distinguish events by type, and accept none without a type."""
         detail = error_detail(error)
         told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
         return self.event(self._event("error", **told))
 
     def _add(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> bool:
-        """Keeps a piece. Returns whether an item begins with it."""
+        """Keep a piece. Return whether it begins an item."""
         begins = not self._items or self._items[-1].kind != kind or (call is not None and bool(call.id))
         if begins:
             number = sum(item.kind == kind for item in self._items)
@@ -274,7 +274,7 @@ class ResponsesBuilder(ResponseBuilder):
             yield self._event(f"response.{_CONTENTS[kind]}.delta", **place, delta=piece, **more)
 
     def _end(self, index: int, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """The last events of an item."""
+        """Yield the last events of an item."""
         item = self._items[index]
         kind, body, place = item.kind, item.body(status), self._place(index)
         name = f"response.{_CONTENTS[kind]}.done"
@@ -302,7 +302,7 @@ class ResponsesBuilder(ResponseBuilder):
         return "incomplete" if self._answers[0].finish_reason is FinishReason.LENGTH else "completed"
 
     def _response(self, status: ItemStatus) -> ResponseBody:
-        """The response with its items, of which the last one has its status."""
+        """Return the response and its items; `status` is also that of the last item."""
         items = [item.body("completed" if item is not self._items[-1] else status) for item in self._items]
         answer, ended = self._answers[0], status != "in_progress"
         reason = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
@@ -318,7 +318,7 @@ class ResponsesBuilder(ResponseBuilder):
 
 
 def _as_sent(value: Any) -> Any:
-    """A part of the request as the client sent it."""
+    """Return a part of the request as the client sent it."""
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, BaseModel) else value
 
 

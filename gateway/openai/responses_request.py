@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes: OpenAI's newer route for one answer, of which nothing is stored."""
+"""Requests to POST /v1/responses, OpenAI's newer route for one answer; nothing is stored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from outrider.grammar.spec import Grammar, GrammarKind
 
 _NOT_STORED = "answers are not stored here: send the whole conversation as input"
 _ENCRYPTED = "reasoning.encrypted_content"
-"""Some clients always ask for it; it comes with encrypted reasoning alone, and none is encrypted here."""
+"""Some clients always ask for this. It only matters for encrypted reasoning, and none is encrypted here."""
 
 
 class InputPart(StrictModel):
@@ -61,7 +61,7 @@ class InputPart(StrictModel):
 
 
 class _ItemHead(StrictModel):
-    """What items of an earlier answer have beside what they say."""
+    """Fields that items of an earlier answer have besides their content."""
 
     id: Text | None = Field(None, description="Taken and not used.")
     status: Text | None = Field(None, description="Taken and not used.")
@@ -148,7 +148,7 @@ class FlatNamedChoice(_Function):
 
     @property
     def allowed(self) -> tuple[str, list[str], str]:
-        """Whether one may or must be called, their names, and the field of each name."""
+        """The mode (whether one may or must be called), the functions' names, and the field of each name, to format."""
         return "required", [self.name], "tool_choice.name"
 
 
@@ -161,7 +161,7 @@ class FlatAllowedChoice(StrictModel):
 
     @property
     def allowed(self) -> tuple[str, list[str], str]:
-        """As of a FlatNamedChoice."""
+        """See FlatNamedChoice."""
         return self.mode, [one.name for one in self.tools], "tool_choice.tools[{}].name"
 
 
@@ -177,7 +177,7 @@ class TextFormat(JsonSchema):
 
     @property
     def forms(self) -> list[Form]:
-        """What the answer must be; none where any text will do."""
+        """The forms that the answer must have; empty if any text will do."""
         if self.type == "text":
             return []
         if self.schema_ is None:
@@ -210,7 +210,7 @@ class ResponsesStreamOptions(StrictModel):
 Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
 ]
-"""Within OpenAI's limits, since every answer and some events of a stream tell it again."""
+"""Metadata within OpenAI's limits, since every answer and some events of a stream repeat it."""
 
 
 class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, StopFields, HarmlessFields):
@@ -258,7 +258,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         return tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as the chat template takes it. Raises InvalidRequestError for too many calls in a row."""
+        """Return the conversation for the chat template. Raises InvalidRequestError for too many calls in a row."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
