@@ -1,1 +1,1 @@
-"""What both doors of the gateway share: validation, tokenizer, routing, limits, answers. Torch-free."""
+"""Code that both doors of the gateway share: validation, tokenizer, routing, limits, answers. Torch-free."""

@@ -1,4 +1,4 @@
-"""What a valid request means for the served model: token ids, and limits that depend on the model."""
+"""Turns a valid request into a job for the served model: token ids, and limits that depend on the model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
 
 _INLINE_CHARACTERS = 4096
-"""Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
+"""Texts up to this are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
 
 _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}
 To call one, {answer}"""
 
 _WIDE_SPACE = "\N{EM SPACE}"
-"""What no template writes behind a message, and each takes away that strips messages."""
+"""White space that no template writes after a message, but that templates which strip messages remove."""
 
 
 async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
-    """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
+    """Return the request as a job in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
     names = names or {}
     try:
         return await _admit(request, model, request_id, names)
@@ -48,14 +48,14 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
 
 async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames) -> Job:
     arrived = time.monotonic()
-    await asyncio.sleep(0)  # others wait no longer than for one of thousands of prompts
+    await asyncio.sleep(0)  # others wait for at most one of a request's thousands of prompts
     model.check_name(request.model)
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, "sampling.logit_bias")
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     calls = _tool_calls(request, model)
     prompt_field, prompt, text = await _prompt(request, model, calls)
-    # First: of a prompt that is much too long nothing more is looked at.
+    # Checked first, so that no more work is done on a prompt that is much too long.
     max_tokens = _fit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
     is_forced = calls is not None and calls.forced
@@ -92,10 +92,10 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
 def _about_grammar(
     request: ClientRequest, grammar: Grammar | None, is_forced: bool, names: FieldNames
 ) -> dict[str, str]:
-    """Fields of a Job: what the client has to change in a grammar that verify refuses."""
+    """Return the fields of a Job that say what the client has to change if verify refuses the grammar."""
     if grammar is request.grammar:
         return {"grammar_field": names.get("grammar", "")}
-    # Made of schemas. Tools are looked at by more than verify, so that a form beside them is more likely the reason.
+    # Made of schemas. Tools are checked before verify, too, so that a form beside them is more likely the reason.
     fix = "leave out what is not supported, or split the schema"
     if request.grammar is None or is_forced:
         return {"grammar_field": names.get("chat.tools", "chat.tools"), "grammar_fix": fix}
@@ -104,7 +104,7 @@ def _about_grammar(
 
 
 def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None:
-    """How calls of tools are found in the answers. Raises InvalidRequestError."""
+    """Return how tool calls are found in the answers, None if they are not. Raises InvalidRequestError."""
     chat, form = request.chat, model.tool_format
     if chat is None or not chat.offered:
         return None
@@ -123,7 +123,7 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None
 def _grammars(
     request: ClientRequest, model: GatewayModel, calls: ToolCalls | None, reasoning: ReasoningStart | None
 ) -> tuple[Grammar | None, Grammar | None]:
-    """What the answers must be, and what they must be where verify refuses that. Raises InvalidRequestError."""
+    """Return the grammar of the answers, and the one to use if verify refuses it. Raises InvalidRequestError."""
     tools = request.chat.offered if calls is not None and request.chat is not None else []
     form = None if calls is None else calls.form
     marks = [] if form is None else [form.opener, form.closer, form.quote]
@@ -139,13 +139,13 @@ def _grammars(
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
-    """The fields of a struct that a request has given a value, by their common names."""
+    """Return the fields of a struct to which the request's fields of the same names give a value."""
     names = [name for name in struct.__struct_fields__ if name in type(model).model_fields]
     return {name: value for name in names if (value := getattr(model, name)) is not None}
 
 
 def _bad_words(words: Sequence[str], model: GatewayModel) -> list[list[int]]:
-    """The tokens of each word at the beginning of a text and behind a space, as the tokenizer writes them."""
+    """Return the tokens of each word at the beginning of a text and after a space, as the tokenizer writes them."""
     known: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word.lstrip()}"):
@@ -168,7 +168,7 @@ def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | No
 
 
 async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls | None) -> tuple[str, list[int], str]:
-    """The prompt's field, its token ids, and its text where it came as text."""
+    """Return the prompt's field, its token ids, and its text if it came as text."""
     if request.prompt_token_ids is not None:
         return "prompt_token_ids", request.prompt_token_ids, ""
     field, text = "prompt", request.prompt or ""
@@ -189,7 +189,7 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
 
 
 def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
-    """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
+    """Return a conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
     template = model.tokenizer.tool_template if chat.offered else model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
@@ -223,7 +223,7 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
 
 def _tokenize(text: str, model: GatewayModel, field: str, *, add_special_tokens: bool) -> list[int]:
     context_length, tokenizer = model.context_length, model.tokenizer
-    # Spares the tokenizer a text that cannot fit, however well it compresses, and the memory of tokens without end.
+    # Spares the tokenizer a text that cannot fit however well it compresses, and the memory of far too many tokens.
     if len(text) > context_length * tokenizer.longest_token or tokenizer.is_longer(text, 2 * context_length):
         raise ContextLengthError(
             field,
@@ -234,7 +234,7 @@ def _tokenize(text: str, model: GatewayModel, field: str, *, add_special_tokens:
 
 
 def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, field: str) -> None:
-    """Raises InvalidRequestError for an id outside the vocabulary; `field` names its place."""
+    """Raise InvalidRequestError for an id outside the vocabulary; `field` is the name of the list or mapping."""
     if not token_ids or max(token_ids) < vocab_size:
         return
     at, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
@@ -245,12 +245,12 @@ def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, f
 
 
 def _longest(context_length: int) -> str:
-    """OpenAI's words of old, by which clients know an overflow, or find the limit."""
+    """Return OpenAI's old wording, by which clients recognize an overflow, or find the limit."""
     return f"this model's maximum context length is {context_length} tokens"
 
 
 def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str) -> int:
-    """Most tokens of an answer."""
+    """Return the most tokens of an answer. Raises ContextLengthError."""
     max_tokens, context_length = request.max_tokens, model.context_length
     room = context_length - num_prompt
     if room < 1:
@@ -270,7 +270,7 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
 
 
 def _written_out(chat: Chat, form: ToolFormat) -> list[dict[str, Any]]:
-    """The messages for a template that knows no tools: these, their calls in `form`, and results are text."""
+    """Return the messages for a template that knows no tools: tools, calls (in `form`) and results become text."""
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls or ()}
     messages = [_as_text(message, names, form) for message in chat.messages]
     if not chat.offered:
@@ -307,7 +307,7 @@ def _as_text(message: RequestMessage, names: dict[str, str], form: ToolFormat) -
 
 
 def _arguments(call: ToolCall) -> Any:
-    """The arguments as templates want them, an object; what a model wrote that is none stays text."""
+    """Return the arguments as the object that templates want; if the model wrote something else, as its text."""
     try:
         value = read_json(call.arguments or "{}")
     except (ValueError, RecursionError):

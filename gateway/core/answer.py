@@ -1,4 +1,4 @@
-"""One answer while it grows: tokens in, final text and what is told of it out."""
+"""One answer while it grows: tokens go in, deltas with final text come out."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class Token(msgspec.Struct, frozen=True):
     id: int
     origin: TokenOrigin
     text: str
-    """What became final with it, before any stop string cuts the answer's text."""
+    """Text that became final with the token, before any stop string cuts the answer's text."""
     logprobs: TokenLogprobs | None = None
     ends_answer: bool = False
-    """A stop or end-of-sequence token: not part of the text."""
+    """Whether the token is the stop or end-of-sequence token that ended the answer; then it is not part of the text."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """News of one answer: final text, committed tokens, and at its end the reason."""
+    """What is new of one answer: final text, committed tokens, and at its end the reason."""
 
     choice_index: int
     text: str
     tokens: tuple[Token, ...]
     chunk: GenerationUpdate
-    """What verify sent: log-probabilities of the prompt, which come before the first token, rounds and their trees."""
+    """What verify sent: rounds and their trees and, before the first token, log-probabilities of the prompt."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    """Of the request, in the last delta of its last answer."""
+    """Usage of the whole request, in the last delta of its last answer."""
     reasoning: str = ""
-    """What the model thinks, where that is told apart: final text, as `text` is."""
+    """The model's reasoning, if it is told apart from the answer: final text, like `text`."""
     tool_calls: Sequence[ToolCallDelta] = ()
-    """Calls of tools, which are no part of the text."""
+    """Tool calls, which are not part of the text."""
 
 
 class Answer:
-    """Detokenizes, watches for stop strings and counts. Makes no calls."""
+    """Detokenizes an answer, watches for stop strings and counts tokens. Does not call verify."""
 
     def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer, *, place: int) -> None:
-        """`choice_index` among the answers to the job, and `place` among all of a request, which its deltas tell."""
+        """`choice_index` counts the answers to the job, `place` all answers to the request; deltas bear `place`."""
         self.job = job
         self.request = job.answer(choice_index)
-        """What verify is asked for."""
+        """The request to verify."""
         self._place = place
         calls = job.tool_calls
         self._calls = None if calls is None else ToolCallParser(calls)
@@ -58,12 +58,12 @@ class Answer:
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
         self._num_before_stop = job.request.min_tokens
-        """Tokens that must still come before a stop string is looked for."""
+        """Tokens that must still come before stop strings count."""
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
 
     def feed(self, chunk: GenerationUpdate) -> Delta:
-        """What a chunk adds. Tokens behind a stop string are dropped, and the answer is finished."""
+        """Return what a chunk adds. A stop string finishes the answer, and tokens after it are dropped."""
         if self.job.prompt_only:
             return self._feed_prompt(chunk)
         tokens: list[Token] = []
@@ -86,7 +86,7 @@ class Answer:
         return Delta(self._place, text, tuple(tokens), chunk, self.finish_reason, reasoning=reasoning, tool_calls=calls)
 
     def _split(self, text: str) -> tuple[str, Sequence[ToolCallDelta]]:
-        """Final text without its calls of tools, and what is new of them."""
+        """Return final text without its tool calls, and what is new of these calls."""
         if self._calls is None:
             return text, ()
         said, calls = self._calls.push(text)
@@ -96,14 +96,14 @@ class Answer:
         return said + rest, [*calls, *(replace(call, text_before=len(said) + call.text_before) for call in more)]
 
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
-        """What a chunk adds where only the prompt is of interest: its one token is nobody's."""
+        """Return what a chunk adds if only the prompt is wanted; the one committed token is dropped."""
         self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
         count_rounds(self.usage, chunk)
         chunk = GenerationUpdate(prompt_logprobs=chunk.prompt_logprobs)
         return Delta(self._place, "", (), chunk, self.finish_reason)
 
     def _take(self, chunk: GenerationUpdate, index: int) -> tuple[Token, str]:
-        """One token of a chunk, and the text that is final with it."""
+        """Return one token of a chunk, and the text that is final with it."""
         token_id = chunk.token_ids[index]
         ends = chunk.finish_reason is FinishReason.STOP and index == len(chunk.token_ids) - 1
         piece = "" if ends else self._detokenizer.push(token_id)
@@ -115,7 +115,7 @@ class Answer:
         return token, self._stop.push(piece)
 
     def _finish(self, tokens: list[Token]) -> str:
-        """The text that was held back; what half a character left counts for the last token here."""
+        """Return the text that was held back. The rest of an incomplete character is added to the last token's text."""
         rest = self._detokenizer.finish()
         if rest and tokens:
             tokens[-1] = msgspec.structs.replace(tokens[-1], text=tokens[-1].text + rest)
@@ -127,7 +127,7 @@ class Answer:
 
 
 def count_rounds(usage: Usage, chunk: GenerationUpdate) -> None:
-    """Adds what a chunk tells of rounds and what they committed, and of the prompt's tokens in the cache."""
+    """Add a chunk's rounds and what they committed, and note how many prompt tokens were in the cache."""
     usage.cached_prompt_tokens = max(usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
     usage.num_rounds += len(chunk.rounds)
     usage.num_committed_tokens += len(chunk.token_ids)

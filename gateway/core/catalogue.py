@@ -32,33 +32,34 @@ class GatewayModel:
     vocab_size: int
     tokenizer: Tokenizer
     created: int
-    """Unix time at which this gateway first served it."""
+    """Unix time at which this gateway first served the model."""
     fingerprint: str
     """Changes with the model, its tokenizer, and the release of the replica that was the first to report it."""
     dtype: str = ""
-    """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
+    """What verify computes in: "float32", "bfloat16" or "float16"; empty if verify does not say."""
     defaults: dict[str, float | int] = field(default_factory=dict)
-    """Of requests that leave fields of sampling out, and the most tokens of any answer: `load_defaults`."""
+    """Values for sampling fields that a request leaves out, and the most tokens of any answer; see `load_defaults`."""
     reasoning: ReasoningMarkers | None = None
-    """What stands around what it thinks before it answers; None where it says nothing of the kind."""
+    """The markers around what the model thinks before it answers; None if it writes none."""
     tool_format: ToolFormat | None = None
-    """How it writes calls of tools; None leaves them in the text."""
+    """How the model writes tool calls; None leaves them in the text."""
 
     def check_name(self, name: str | None) -> None:
-        """Raises NotFoundError unless `name` is empty or this model's."""
+        """Raise NotFoundError unless `name` is empty or this model's."""
         if name and name != self.name:
             raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {self.name!r}")
 
 
 class Catalogue:
-    """Holds the served model; all replicas must serve the same one, and one that comes back may bring another."""
+    """Holds the served model. All replicas must serve the same one; a replica that is the only one may change it."""
 
     def __init__(self, options: GatewayOptions) -> None:
-        """Without --tokenizer, tokenizer and defaults are read from the folder that verify names; ConfigError."""
+        """Load the tokenizer that --tokenizer names. Without one, `accept` reads tokenizer and defaults from the folder
+        that verify names. Raises ConfigError."""
         self._options = options
         self._own_tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer is not None else None
         self._identity: dict[str, object] = {}
-        """What all replicas must agree on; empty before the first one has reported."""
+        """Properties that all replicas must agree on; empty before the first one has reported."""
         self._model: GatewayModel | None = None
         self._lock = asyncio.Lock()
 
@@ -70,7 +71,7 @@ class Catalogue:
         return self._model
 
     async def accept(self, info: VerifyInfo, is_only_one: Callable[[], bool]) -> None:
-        """Takes what a replica serves; `is_only_one` says whether no other replica is ready. Raises ConfigError."""
+        """Take what a replica serves; `is_only_one` says whether no other replica is ready. Raises ConfigError."""
         identity = {
             "model": info.model,
             "tokenizer": info.tokenizer_hash,
@@ -130,15 +131,15 @@ def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:
 
 _SAMPLING_NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _SAMPLING_NAMES["max_new_tokens"] = "max_tokens"
-"""What the file calls fields, and what requests do."""
+"""Names of fields in generation_config.json, and in requests."""
 
 
 class _SamplingDefaults(SamplingFields, OutputFields):
-    """What a request may say."""
+    """The limits of fields that defaults share with requests."""
 
 
 def load_defaults(folder: Path) -> dict[str, float | int]:
-    """Values of sampling fields, and `max_tokens`, the most of any answer, as far as a model folder's file has them.
+    """Return the defaults in a model folder's generation_config.json; `max_tokens` is the most of any answer.
 
     A value that no request may have is left out, with a warning. Raises ConfigError.
     """

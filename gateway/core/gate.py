@@ -1,4 +1,4 @@
-"""What the gateway lets in: answers at once, over all clients and by API key; the memory that answers take; drain."""
+"""Limits of what the gateway lets in: concurrent answers, in all and by API key, and memory of answers; and drain."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from outrider.rpc.call import client
 
 _MEMORY_RETRY_AFTER_SECONDS = 5.0
 _SHARE_OF_ONE = 4
-"""A request may keep one part in so many of all values in memory."""
+"""One request may keep at most 1 / this of all values in memory."""
 _NO_KEY = ("", "0")
-"""What a door with less than two keys calls its clients."""
+"""Names of clients at a door with fewer than two keys."""
 
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A request inside the gate; holds one place until it knows how many answers it needs."""
+    """A request inside the gate. It holds one place until it knows how many answers it needs."""
 
     gate: Gate
     key: str
-    """Which API key it came with, where there are several."""
+    """The API key that the request came with, if there are several."""
     num_answers: int = 0
 
     def reserve(self, num_answers: int) -> None:
-        """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
+        """Take a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
         limit = self.gate.max_places(self.key)
         if num_answers > limit:
             raise InvalidRequestError(
@@ -36,7 +36,7 @@ class Ticket:
                 f"{num_answers} answers are more than the limit of {limit}",
                 "ask for fewer answers or send fewer prompts at once",
             )
-        if num_answers > self.num_answers:  # what it has, it keeps, whoever came in meanwhile
+        if num_answers > self.num_answers:  # the request keeps the places it has, whoever came in meanwhile
             self.gate.take(num_answers - self.num_answers, self.key)
             self.num_answers = num_answers
 
@@ -44,18 +44,18 @@ class Ticket:
 class Gate:
     """Counts answers in the making. Used from one event loop.
 
-    A quarter of all places is kept for API keys that hold less than an even share, so one key's flood never shuts the
-    door to another. Clients without a key of their own share all places, first come first served.
+    A quarter of all places is kept for API keys that hold less than an even share, so that one key's flood never shuts
+    out another. Clients without a key of their own share all places, first come first served.
     """
 
     def __init__(self, max_answers: int) -> None:
         self.max_answers = max_answers
         self.num_requests = 0
         self.draining = False
-        """Whether the gateway ends: it is not ready any more, though calls on their way to it are still let in."""
+        """Whether the gateway is shutting down: it is no longer ready, but lets in calls already on their way."""
         self._closed = False
         self._held: Counter[str] = Counter()
-        """Answers by key, of keys that have any."""
+        """Answers by key, for keys that have any."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -66,7 +66,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Ticket]:
-        """Lets a request in. Raises UnavailableError once `drain` was called, OverloadedError when full."""
+        """Let a request in. Raises UnavailableError once `drain` was called, OverloadedError when full."""
         self.check()
         ticket = Ticket(self, _key())
         ticket.reserve(1)
@@ -83,17 +83,17 @@ class Gate:
                 self._empty.set()
 
     def check(self) -> None:
-        """Raises what `enter` would raise now, and takes no place: whoever still sends its body must not hold one."""
+        """Raise what `enter` would raise now, but take no place: a client still sending its body must not hold one."""
         if self._closed:
             raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
         self._check(1, _key())
 
     def max_places(self, key: str) -> int:
-        """Answers that one request with this key can ever have."""
+        """Return how many answers one request with this key can ever have."""
         return self.max_answers if key in _NO_KEY else self.max_answers - self.max_answers // 4
 
     def take(self, num_answers: int, key: str = "") -> None:
-        """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""
+        """Take places. Raises OverloadedError if too few are left, in all or for this key."""
         self._check(num_answers, key)
         self._held[key] += num_answers
 
@@ -103,7 +103,7 @@ class Gate:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later"
             )
-        # One more than there are, lest a key that is alone leave nothing for the next one.
+        # Counts at least two keys, so that a key that is alone leaves something for the next one.
         share = max(1, self.max_answers // max(2, len({*self._held, key})))
         if num_then > self.max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(
@@ -111,7 +111,7 @@ class Gate:
             )
 
     async def drain(self, seconds: float) -> bool:
-        """Refuses new requests and waits for those inside, at most `seconds`. Returns whether all finished."""
+        """Refuse new requests and wait for those inside, at most `seconds`. Return whether all finished."""
         self.draining = self._closed = True
         try:
             async with asyncio.timeout(seconds):
@@ -126,21 +126,21 @@ def _key() -> str:
 
 
 class LogprobQuota:
-    """Counts what all requests keep. Used from one event loop."""
+    """Counts the values that all requests keep in memory. Used from one event loop."""
 
     def __init__(self, most: int) -> None:
-        """`most`: values over all requests."""
+        """`most` is the limit of values over all requests."""
         self.most = most
         self.most_of_one = max(1, most // _SHARE_OF_ONE)
         self.num_values = 0
         self.one_large = asyncio.Lock()
-        """Held while a body of very many values is made: that takes several times the memory of the values."""
+        """Held while a body with very many values is built, which takes several times the memory of the values."""
 
     @contextmanager
     def open(self) -> Iterator[RequestQuota]:
-        """The quota of a request that wants values told. Raises OverloadedError when most of all are taken.
+        """Yield the quota of a new request that keeps values. Raises OverloadedError if most of the limit is taken.
 
-        The rest is for those that are under way.
+        The rest is for requests that are under way.
         """
         if self.num_values > self.most - self.most // _SHARE_OF_ONE:
             raise self.refusal()
@@ -151,7 +151,7 @@ class LogprobQuota:
             self.num_values -= quota.num_values
 
     def refusal(self) -> OverloadedError:
-        """That there is no room."""
+        """Return the error that says that there is no room."""
         return OverloadedError(
             f"answers under way hold {self.num_values} log-probabilities and traced nodes, the limit is {self.most}; "
             "try again later, or stream",
@@ -161,14 +161,15 @@ class LogprobQuota:
 
 
 class RequestQuota:
-    """What one request keeps."""
+    """Counts the values that one request keeps in memory."""
 
     def __init__(self, logprob_quota: LogprobQuota) -> None:
         self._all = logprob_quota
         self.num_values = 0
 
     def hold(self, num_values: int, field: str) -> None:
-        """Says what is kept now. Raises InvalidRequestError about `field` over a request's share, OverloadedError."""
+        """Set how many values are kept now. Raises OverloadedError, or InvalidRequestError about `field` if they exceed
+        the share of one request."""
         logprob_quota = self._all
         if num_values > logprob_quota.most_of_one:
             raise InvalidRequestError(

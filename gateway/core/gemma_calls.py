@@ -1,5 +1,5 @@
-"""Calls of tools as Gemma 4 writes them, `{city:<|"|>Paris<|"|>,days:3}`: made JSON while they come, and held to
-schemas by the rules of a grammar."""
+"""Tool calls as Gemma 4 writes them, `{city:<|"|>Paris<|"|>,days:3}`: converting them to JSON while they arrive, and
+grammar rules that hold them to schemas."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from outrider.errors import InvalidGrammarError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, pointed_at, prepare_schema
 
 QUOTE = '<|"|>'
-"""A token of its own, before and behind each string; nothing within a string is escaped."""
+"""The quote before and after each string, a token of its own; nothing within a string is escaped."""
 
 _ESCAPES = '"\\/bfnrtu'
-"""What may stand behind a backslash in JSON."""
+"""Characters that may follow a backslash in JSON."""
 _NULLS = ("null", "none", "nil")
-"""The template writes a null of the history as `None`."""
+"""Words for null: the template writes a null in the conversation as `None`."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
     | {"$comment", "$schema", "$id", "$defs", "definitions"}
 )
-"""Keywords that limit no value where they stand."""
+"""Keywords that do not limit the values of their schema."""
 _REFERENCE = '"$ref"'
 _Embedded = Callable[[dict[str, Any]], str]
 _BARE_KEY = re.compile(r"[\w$.-]+")
 
 
 def write_value(value: Any) -> str:
-    """A value of JSON as Gemma's template writes it: keys bare and sorted, strings in quotes of their own."""
+    """Return a JSON value as Gemma's template writes it: keys bare and sorted, strings in Gemma's quotes."""
     if isinstance(value, dict):
         items = (f"{_written_key(key)}:{write_value(value[key])}" for key in _in_order(value))
         return f"{{{','.join(items)}}}"
@@ -41,7 +41,7 @@ def write_value(value: Any) -> str:
 
 
 def _in_order(keys: Iterable[str]) -> list[str]:
-    """As the template has them: Jinja's dictsort does not tell capitals apart."""
+    """Sort keys as the template does: Jinja's dictsort ignores case."""
     return sorted(keys, key=str.lower)
 
 
@@ -50,14 +50,14 @@ def _written_key(key: str) -> str:
 
 
 def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
-    """Is sent an object a character at a time, and ends behind its last one. `take` gets the same in JSON.
+    """Read an object that is sent one character at a time, up to its end, and give `take` the same in JSON.
 
-    Models drift, so JSON is read, too, and a word that is no JSON is a string. What has no place in an object or a list
-    is left out: of anything that comes to an end the result is JSON.
+    Models drift, so JSON is read, too, and a bare word that is not JSON becomes a string. Anything out of place in an
+    object or a list is left out, so that the result is JSON whenever the object comes to its end.
     """
     opened: list[str] = []
     has_item = False
-    """Whether the innermost object or list has one."""
+    """Whether the innermost object or list has an item."""
     character = yield
     while True:
         if character in "}]" and opened:
@@ -97,7 +97,7 @@ def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
 def _read_word(
     character: str, ends: str, take: Callable[[str], None], written: Callable[[str], str]
 ) -> Generator[None, str, str]:
-    """Reads a string, or a bare word up to one of `ends`; `written` makes JSON of the word. Returns what follows it."""
+    """Read a string, or a bare word up to one of `ends`; `written` makes JSON of the word. Return what follows it."""
     if character == '"':
         take(character)
         while (character := (yield)) != '"':
@@ -121,7 +121,7 @@ def _read_word(
 
 
 def _read_quoted(take: Callable[[str], None]) -> Generator[None, str, None]:
-    """Reads a string from behind its first quote to the end of its last."""
+    """Read a string, from after its opening quote to the end of its closing one."""
     take('"')
     held = ""
     while held != QUOTE:
@@ -154,7 +154,7 @@ def _refuse(constant: str) -> NoReturn:
 def call_rules(
     names: Sequence[str], definitions: dict[str, Any], quote_id: int | None, embedded: _Embedded
 ) -> list[str]:
-    """Rules in Lark of which `call` is what stands behind the opener, up to the end of the arguments.
+    """Return rules in Lark; the rule `call` covers what follows the opener, up to the end of the arguments.
 
     `definitions`: the keyword `$defs` with the schemas `tool0`, `tool1` and so on; `quote_id`: the token of the quote,
     if there is one; `embedded`: writes a JSON schema as an expression.
@@ -169,19 +169,19 @@ def call_rules(
 
 
 class _Writer:
-    """Makes expressions of schemas.
+    """Turns schemas into expressions of a grammar.
 
-    Values are written in the model's form, keys in the order of its template, which sorts them. What the form has no
-    words for, such as a string with a pattern, is JSON, which is read in its place.
+    Values are written in the model's form, with keys in the sorted order of its template. What this form cannot
+    express, such as a string with a pattern, is written as JSON, which `read_arguments` accepts as well.
     """
 
     def __init__(self, definitions: dict[str, Any], quote_id: int | None, embedded: _Embedded) -> None:
         self._definitions = definitions
         self._embedded = embedded
         self._size = 0
-        """Of what is written in JSON."""
+        """Size of the expressions for values in JSON."""
         self._in_place: dict[str, str] = {}
-        """The rule of each schema that is."""
+        """The rule of each schema whose values are in JSON."""
         self._references: dict[str, str] = {}
         """The rule of each reference."""
         self._pending: list[str] = []
@@ -205,7 +205,7 @@ class _Writer:
         ]
 
     def finish(self) -> list[str]:
-        """All rules but those that call them."""
+        """Complete the rules with those of pending references, and return them."""
         while self._pending:
             reference = self._pending.pop()
             schema = pointed_at(self._definitions, reference)
@@ -214,11 +214,12 @@ class _Writer:
         return self.rules
 
     def value(self, schema: Any) -> str:
-        """What fits a schema."""
+        """Return an expression for values that fit a schema."""
         return self._in_form(schema) or self._in_json(schema)
 
     def _in_form(self, schema: Any) -> str | None:
-        """None for what the model's form has no words for, and for what is no schema: verify refuses that."""
+        """Return an expression in the model's form; None if the form cannot express the schema, and for what is no
+        schema, which verify refuses."""
         if schema is True:
             return "value"
         if not isinstance(schema, dict):
@@ -249,7 +250,7 @@ class _Writer:
         if text in self._in_place:
             return self._in_place[text]
         written: dict[str, Any] = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        # Definitions may be long, and are seldom needed.
+        # Definitions may be long, and are rarely needed.
         shared = {key: value for key, value in self._definitions.items() if key != "$defs" or _REFERENCE in text}
         made = self._embedded(written | shared)
         self._size += len(made)
@@ -263,7 +264,7 @@ class _Writer:
         return self._in_place[text]
 
     def _rule(self, expression: str) -> str:
-        """A rule of its own, which is called in more than one place."""
+        """Add a rule for an expression that may be used in more than one place. Return its name."""
         name = f"rule{len(self.rules)}"
         self.rules.append(f"{name}: {expression}")
         return name
@@ -313,6 +314,6 @@ def _literal(text: str) -> str:
 
 
 def masked(source: str) -> str:
-    """JSON, which is part of a grammar, without what a text in it may hold: "::=" would make another language of the
-    grammar, and "%llguidance" an order to the library."""
+    """Return JSON that is safe in a grammar: a text in it may hold "::=", which would change the grammar's language, or
+    "%llguidance", which would be an order to the library."""
     return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")

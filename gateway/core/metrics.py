@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names for what vLLM has, `outrider_gateway_*` for the rest; SGLang's on request.
 
-In `vllm:*` names a request is one answer. Loads of the verify replicas are asked for at each scrape.
+In `vllm:*` metrics a request is one answer. Each scrape asks the verify replicas for their loads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from outrider.protocol.generation import GenerationUpdate
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _MAX_POSITIONS = 64
-# The last bound of each is beyond what options allow (docs/operations.md, Histograms): an outlier without a bound
-# above it would tell no more than that it was long.
+# The last bound of each is beyond what options allow (docs/operations.md, Histograms): without a bound above it, one
+# would only know of an outlier that it was long.
 _LONGEST = (1920, 3600, 7200, 86_400)
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
@@ -57,24 +57,24 @@ _SPEED_BUCKETS = (
     *(10_000, 20_000, 100_000),
 )
 _LEAST_SECONDS = 0.01
-"""An answer whose tokens all came within less than this tells no speed."""
+"""The speed of an answer whose tokens all came within less than this is not measured."""
 _ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64, 128, 256, 1025)
 
 
 class _ManyHistogram(Histogram):
-    """A histogram that takes equal values together: those of one message are, and there are many messages."""
+    """A histogram that counts equal values together: those of one message are equal, and there are many messages."""
 
     def observe_many(self, value: float, count: int) -> None:
-        """As `count` times `observe`; of a child, or of a histogram without labels."""
+        """Do the same as `count` calls of `observe`. For a child, or a histogram without labels."""
         self._sum.inc(value * count)
         self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
 
 class GatewayMetrics:
-    """The families of one gateway, in a registry of their own. Most have the label model_name."""
+    """The metric families of one gateway, in a registry of their own. Most have the label model_name."""
 
     def __init__(self) -> None:
-        # Scrapers look for counters by the beginning of their name, and would add the time of creation to them.
+        # Scrapers find counters by the beginning of their name, and would add the times of creation to them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -147,14 +147,14 @@ class GatewayMetrics:
         state = "1 for the state that a verify replica is in."
         self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
         self.answers_of = cache(partial(_AnswerSeries, self))
-        """What each message of a model's answers adds to, by the model's name."""
+        """The series that each message of an answer adds to, by the model's name."""
 
     def mean_accept_lengths(self) -> dict[str, float]:
-        """Mean of the tokens committed in a round since the start, by model; 0 where there was none."""
+        """Return the mean of the tokens committed in a round since the start, by model; 0 without rounds."""
         return _ratios(_totals(self.accept_length, "_sum"), _totals(self.accept_length, "_count"))
 
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
-        """The page for a scraper. `model_name` is empty before a model is known."""
+        """Return the page for a scraper. `model_name` is empty before a model is known."""
         await asyncio.gather(*(replica.refresh_load() for replica in router.replicas))
         self.requests.set(gate.num_requests)
         self.answers.set(gate.num_answers)
@@ -184,7 +184,7 @@ class GatewayMetrics:
 
 
 class _AnswerSeries:
-    """The series of one model that every message of an answer adds to: to look them up takes longer than to add."""
+    """The series of one model that every message of an answer adds to: looking them up takes longer than adding."""
 
     def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
         self.generation_tokens = metrics.generation_tokens.labels(model_name)
@@ -196,7 +196,7 @@ class _AnswerSeries:
         self.draft_tokens = metrics.draft_tokens.labels(model_name)
         self.accepted_tokens = metrics.accepted_tokens.labels(model_name)
         self.accepted_at = cache(partial(metrics.accepted_per_position.labels, model_name))
-        """Draft tokens accepted at a depth; the series begins when the first is."""
+        """Counters of draft tokens accepted at a depth; a series begins with its first token."""
 
 
 class AnswerMeter:
@@ -213,7 +213,7 @@ class AnswerMeter:
         self._queued = 0.0
 
     def chunk(self, chunk: GenerationUpdate, delta: Delta) -> None:
-        """Counts what came from verify and what of it reached the client."""
+        """Count what came from verify, and what of it reached the client."""
         num_tokens = len(delta.tokens)
         self._queued = max(self._queued, chunk.queue_seconds)
         if num_tokens:
@@ -239,7 +239,7 @@ class AnswerMeter:
         series.rounds.inc(len(rounds))
         lengths, depths = Tally[int](), Tally[int]()
         for counts in rounds:
-            # One that an accepted token ends has no bonus token.
+            # A round whose last accepted token ends the answer has no bonus token.
             length = min(counts.num_accepted_tokens + 1, left)
             left -= length
             lengths[length] += 1
@@ -256,7 +256,7 @@ class AnswerMeter:
                 series.accepted_at(position).inc(reached)
 
     def finish(self, outcome: str) -> None:
-        """Ends the measurement; `outcome` is "abort" or "error", for an answer that is not whole."""
+        """End the measurement; `outcome` is "abort" or "error", for an answer that is not whole."""
         metrics, name, now = self._metrics, self._name, time.monotonic()
         reason, usage = self._answer.finish_reason, self._answer.usage
         word = outcome if reason is None else reason.name.lower()
@@ -279,9 +279,9 @@ class AnswerMeter:
 
 
 class SglangNames(Collector):
-    """The families of a gateway once more, as SGLang calls them; read at a scrape, counted nowhere else.
+    """The metric families of a gateway under SGLang's names, read from the others at each scrape.
 
-    Rates and lengths are means since the start, where SGLang's are those of its last batches.
+    Rates and lengths are means since the start; SGLang's are those of its last batches.
     """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
@@ -304,7 +304,7 @@ class SglangNames(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """One family each."""
+        """Yield the families."""
         for name, source in self._renamed.items():
             for family in source.collect():
                 renamed = Metric(name, family.documentation, family.type)
@@ -336,7 +336,7 @@ class SglangNames(Collector):
 
 
 def _totals(source: MetricWrapperBase, suffix: str = "_total", **labels: str) -> dict[str, float]:
-    """By model, over all samples of that suffix and those labels."""
+    """Return the sums, by model, of the samples with this suffix and these labels."""
     totals: dict[str, float] = defaultdict(float)
     for family in source.collect():
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer by the markers of its chat template."""
+"""A model's reasoning before it answers, told apart from the answer by the markers of its chat template."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gateway.core.tokenizer import overlap_length
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What stands before and behind the reasoning."""
+    """The markers before and after the reasoning."""
 
     begin: str
     end: str
     label: str = ""
-    """A word behind the beginning that is no part of the reasoning."""
+    """A word after the first marker that is not part of the reasoning."""
 
 
 _MARKERS = {
@@ -24,11 +24,11 @@ _MARKERS = {
     "seed": ReasoningMarkers("<seed:think>", "</seed:think>"),
     "gemma4": ReasoningMarkers("<|channel>", "<channel|>", "thought"),
 }
-"""By what --reasoning-parser calls them."""
+"""Markers by their names in --reasoning-parser."""
 
 
 def find_markers(parser: str, template: str | None) -> ReasoningMarkers | None:
-    """The markers of a parser; those that a chat template names where it is "auto"; None without reasoning."""
+    """Return the markers of a parser, for "auto" those in the chat template; None without reasoning."""
     if parser != "auto":
         return _MARKERS.get(parser)
     return next((one for one in _MARKERS.values() if template and one.end in template), None)
@@ -40,11 +40,11 @@ class ReasoningStart:
 
     markers: ReasoningMarkers
     begun: bool
-    """Whether the prompt ends in the reasoning; else the answer has to begin with the marker."""
+    """Whether the prompt ends inside the reasoning; otherwise the answer has to begin with the marker."""
 
     @classmethod
     def of(cls, markers: ReasoningMarkers | None, prompt: str) -> ReasoningStart | None:
-        """`prompt`: the rendered conversation; None where its answer holds no reasoning."""
+        """Return how the answer to a rendered conversation begins; None if it holds no reasoning."""
         prompt = prompt[-256:].rstrip()
         if markers is None or prompt.endswith(markers.end):
             return None
@@ -52,13 +52,13 @@ class ReasoningStart:
 
 
 class ReasoningSplitter:
-    """Splits an answer that comes in pieces. White space beside the markers is dropped with them."""
+    """Splits reasoning from an answer that comes in pieces. White space next to the markers is dropped with them."""
 
     def __init__(self, start: ReasoningStart | None) -> None:
-        """Without a start all is the answer's text."""
+        """Without a start, everything is the answer's text."""
         self._held = ""
         self._spaces: list[str] = []
-        """White space behind the last reasoning, which more may follow."""
+        """White space after the last reasoning, which more reasoning may follow."""
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._begin = "" if start is None else start.markers.begin + start.markers.label
@@ -69,8 +69,8 @@ class ReasoningSplitter:
         """Tokens of the reasoning, markers included."""
 
     def push(self, piece: str, *, num_tokens: int = 1) -> None:
-        """Adds the text that came with some tokens."""
-        if self._step == self._take_text:  # for good, and nothing is held
+        """Add the text that came with `num_tokens` tokens."""
+        if self._step == self._take_text:  # the last step, and nothing is held back
             self._text.append(piece)
             return
         was_inside = self._step == self._inside
@@ -80,7 +80,7 @@ class ReasoningSplitter:
             self.num_tokens += num_tokens
 
     def take(self, *, final: bool) -> tuple[str, str]:
-        """New pieces of reasoning and text; `final`: nothing more comes, and what was held back is told."""
+        """Return new reasoning and text; `final`: nothing more comes, so also return what was held back."""
         if final:
             self._run(final=True)
         parts = "".join(self._reasoning), "".join(self._text)
@@ -93,7 +93,7 @@ class ReasoningSplitter:
             pass
 
     def _before(self, final: bool) -> bool:
-        """Whether more is to be done at once, as with all steps."""
+        """Do this step. Like every step, return whether the next one has something to do at once."""
         text = self._held.lstrip()
         if text.startswith(self._begin):
             self._held = text[len(self._begin) :]

@@ -1,4 +1,4 @@
-"""A request: its fields and their limits, written down once for both doors, and what it becomes for the served model.
+"""A request: its fields and their limits, defined once for both doors, and the job that it becomes for the model.
 
 Values are strict: a string is never taken for a number, nor a boolean for an integer. Unknown fields are refused
 unless they are null. `None` means the default everywhere.
@@ -30,7 +30,7 @@ MAX_BAD_WORDS = 64
 MAX_TOOLS = 128
 MAX_TEMPLATE_VALUES_BYTES = 16384
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
-"""Values of a template that have fields of their own, or none."""
+"""Names of template values that have fields of their own, or that clients cannot set."""
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any context; longer lists are refused before they take the event loop's time."""
 
@@ -38,7 +38,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class StrictModel(BaseModel):
-    """Base of everything that a client may send. What a field means stands below it, or is its description."""
+    """Base of everything that a client may send. A field's meaning is the docstring below it, or its description."""
 
     model_config = ConfigDict(
         strict=True,
@@ -79,7 +79,7 @@ def _integer_keys(value: Any) -> Any:
     # JSON writes the keys of an object as strings.
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_LOGIT_BIAS:  # looked at first: each entry may be wrong, and every finding costs time
+    if len(value) > MAX_LOGIT_BIAS:  # checked first: each entry may be wrong, and every finding costs time
         raise PydanticCustomError(
             "logit_bias",
             "{length} entries, over the limit of {limit}; send at most {limit}",
@@ -91,7 +91,7 @@ def _integer_keys(value: Any) -> Any:
 
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Values for a chat template, checked for names, size and text."""
+    """Return values for a chat template, after checking their names, size and text."""
     for name in values:
         if not name.isidentifier() or len(name) > 64 or name in _TEMPLATE_NAMES:
             raise PydanticCustomError(
@@ -207,7 +207,7 @@ class RequestSampling(SamplingFields):
 
 
 class PromptEnd(StrictModel):
-    """Where the prompt that a conversation becomes ends."""
+    """Where the prompt made from a conversation ends."""
 
     add_generation_prompt: bool | None = None
     """End the prompt where an answer begins, not behind the last message. Default true."""
@@ -224,7 +224,7 @@ class PromptEnd(StrictModel):
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
-    # By level with a list of our own, so that depth costs no stack; deeper ones would cost a template some.
+    # Breadth first with a list of our own, so that depth costs no stack here; in a template, it would.
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -261,7 +261,7 @@ class Tool(StrictModel):
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """A JSON schema of its arguments."""
+        """A JSON schema of the tool's arguments."""
         return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
 
 
@@ -275,7 +275,7 @@ class ToolCall(StrictModel):
 
 
 def check_role(role: str, tool_calls: Sequence[object] | None, tool_call_id: str | None) -> None:
-    """Raises PydanticCustomError for fields about tools in a message of another role."""
+    """Raise PydanticCustomError for fields about tools in a message of another role."""
     if tool_calls and role != "assistant":
         problem = "only an assistant's message has them; leave them out"
         raise PydanticCustomError("tool_calls", problem, {"within": "tool_calls"})
@@ -288,9 +288,9 @@ _SpeakerName = Literal["system", "developer", "user", "assistant"]
 # Templates know no developer: it is a newer name of what they call system.
 _AsSystem = AfterValidator(lambda role: "system" if role == "developer" else role)
 Speaker = Annotated[_SpeakerName, _AsSystem]
-"""Who may say a message, where answers of tools are no messages."""
+"""Roles of messages where answers of tools are not messages."""
 Role = Annotated[Literal[_SpeakerName, "tool"], _AsSystem]
-"""Who may say a message."""
+"""Roles of messages."""
 
 
 class RequestMessage(StrictModel):
@@ -362,12 +362,12 @@ class ClientRequest(OutputFields):
     chat: Chat | None = None
     sampling: RequestSampling = RequestSampling()
     grammar: Grammar | None = None
-    """What each answer must be; `check_grammar` has passed it."""
+    """The grammar that each answer must fit; `check_grammar` has passed it."""
     num_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     default_max_tokens: int | None = None
-    """Most tokens per answer without `max_tokens`, as far as the context has room; None for all of it."""
+    """Most tokens per answer without `max_tokens`, as far as the context has room; None for all of the room."""
     separate_reasoning: bool = False
-    """Whether what the model thinks first is told apart from the answer to a conversation."""
+    """Whether reasoning is told apart from the answer to a conversation."""
     prompt_only: bool = False
     """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
 
@@ -397,29 +397,29 @@ class Job:
     """A request that the served model can run: `n` answers to one tokenized prompt."""
 
     request: GenerationRequest
-    """Of all answers; `answer` is one's."""
+    """The request for all answers; `answer` makes the one for a single answer."""
     n: int
     stop: tuple[str, ...]
     arrived: float
     """time.monotonic() when the request came in, in seconds."""
     grammar_field: str = ""
-    """What the door calls the field with the grammar; empty where that is as verify calls it."""
+    """The door's name for the field with the grammar; empty if it is verify's name."""
     grammar_fix: str = ""
-    """What the client can do where the grammar was made of what it sent; empty where it sent the grammar."""
+    """Advice to the client if verify refuses a grammar that was made from its fields; empty if it sent the grammar."""
     loose_grammar: Grammar | None = None
-    """What verify is asked for in place of a grammar that it cannot compile; None where that is the client's fault."""
+    """Used in place of a grammar that verify cannot compile; None if such a grammar is the client's fault."""
     keeps_stop: bool = False
-    """The text ends with the stop string that ended it."""
+    """Whether the text includes the stop string that ended it."""
     skips_special: bool = True
-    """Special tokens are no part of the text."""
+    """Whether special tokens are left out of the text."""
     shown_tokens: frozenset[str] = frozenset()
     """Special tokens that are part of the text all the same: marks of reasoning and of calls."""
     prompt_only: bool = False
-    """The answer is not wanted: the one token that verify commits is dropped."""
+    """Whether no answer is wanted: the one token that verify commits is dropped."""
     reasoning: ReasoningStart | None = None
-    """How its reasoning is told apart; None where all is the answer's text."""
+    """How reasoning is told apart from the answers; None if everything is their text."""
     tool_calls: ToolCalls | None = None
-    """How calls are found in the answers; None where they are text alone."""
+    """How calls are found in the answers; None if the answers are only text."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -427,7 +427,7 @@ class Job:
         return self.request.prompt_token_ids
 
     def answer(self, choice_index: int) -> GenerationRequest:
-        """What verify is asked for one of the answers."""
+        """Return the request to verify for one of the answers."""
         request_id = f"{self.request.request_id}-{choice_index}"
         sampling = replace(self.request.sampling, choice_index=choice_index)
         return replace(self.request, request_id=request_id, sampling=sampling)

@@ -1,4 +1,4 @@
-"""The verify replicas: whether each can be used now, and which of them an answer goes to."""
+"""The verify replicas: whether each can be used now, and which one an answer goes to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.v1 import verify_pb2
 from outrider.v1.verify_pb2_grpc import VerifyServiceStub
 
 Accept = Callable[[VerifyInfo], Awaitable[None]]
-"""Takes what a replica serves; raises OutriderError if that is of no use here."""
+"""Takes what a replica serves; raises OutriderError if this gateway cannot use it."""
 
 _logger = get_logger(__name__)
 
@@ -37,21 +37,22 @@ _MAX_RETRY_SECONDS = 2.0
 _REPEAT_LOG_SECONDS = 30.0
 _MAX_LOAD_RATIO = 1.5
 _MAX_EXTRA_ANSWERS = 4
-"""How far the preferred replica's load may be over the least loaded one's: so many times as high, and so many more."""
+"""The preferred replica may have at most _MAX_LOAD_RATIO times the answers of the least loaded one, and this many more.
+"""
 
 
 class ReplicaState(Enum):
-    """Whether requests may go there."""
+    """Whether requests may go to a replica."""
 
     CONNECTING = "connecting"
-    """It has not answered yet, or it has been lost."""
+    """The replica has not answered yet, or it has been lost."""
     READY = "ready"
     UNSUITABLE = "unsuitable"
-    """It answers, but serves something that this gateway cannot use."""
+    """The replica answers, but serves something that this gateway cannot use."""
 
 
 class Replica:
-    """Follows one verify service: found when it starts, noticed when it dies, found again when it is back."""
+    """Follows one verify service, and notices when it starts, dies and comes back."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Replica:
         probe_seconds: float = 2.0,
         max_message_bytes: int,
     ) -> None:
-        """`probe_seconds` lie between two looks at a replica that serves. Raises ConfigError on a bad address."""
+        """`probe_seconds` is the time between two checks of a usable replica. Raises ConfigError on a bad address."""
         self.address = address
         self.state = ReplicaState.CONNECTING
         self.calls: set[grpc.aio.Call] = set()
@@ -74,13 +75,13 @@ class Replica:
         )
         self._stub = VerifyServiceStub(self._channel)
         self._look_now = asyncio.Event()
-        """Set by a call that failed: whether the replica is still there is looked at at once."""
+        """Set by a call that failed, to check at once whether the replica is still there."""
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def follow(self, accept: Accept) -> None:
-        """Keeps the state true until cancelled."""
+        """Keep the state up to date until cancelled."""
         pause, silent_until, last = _RETRY_SECONDS, 0.0, ""
         clock = asyncio.get_running_loop().time
         while True:
@@ -99,7 +100,7 @@ class Replica:
                     await self._look_now.wait()
 
     async def _look(self, accept: Accept) -> str:
-        """Asks once and sets the state. Returns what is wrong, empty if nothing is."""
+        """Ask the replica once and set the state. Return what is wrong, empty if nothing is."""
         try:
             told = await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
         except grpc.aio.AioRpcError as error:
@@ -121,7 +122,7 @@ class Replica:
         return ""
 
     async def refresh_load(self) -> None:
-        """Asks how busy it is; keeps the last answer if none comes soon."""
+        """Ask how busy the replica is; keep the last answer if none comes soon."""
         if self.state is not ReplicaState.READY:
             self.load = VerifyLoad()
             return
@@ -133,7 +134,7 @@ class Replica:
             _logger.debug("verify %s told no load: %s", self.address, error.code())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationUpdate, None]:
-        """One answer; closing the iterator cancels the call. Raises OutriderError, also when the end is missing."""
+        """Yield one answer; closing the iterator cancels the call. Raises OutriderError, also if the end is missing."""
         if self._ended.is_set():
             raise _shutting_down()
         call = self._stub.Generate(REQUEST.encode(request))
@@ -146,7 +147,7 @@ class Replica:
                 if chunk.finish_reason is not None:
                     return
         except grpc.aio.AioRpcError as error:
-            # The deadline went with the call, so verify has ended it, too.
+            # Verify knows the deadline, so it has ended the call, too.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError("the answer was not complete in the time that it had; ask for less") from None
             told = error_from_rpc(error, "the verify service", names_addresses=False)
@@ -156,7 +157,7 @@ class Replica:
                 self._look_now.set()
             raise told from None
         except asyncio.CancelledError:
-            # A call that this side has cancelled raises it, too; the task itself goes on then, and its client is told.
+            # A call that `end_answers` has cancelled raises it, too. Then the task goes on, and its client is told.
             task = asyncio.current_task()
             if not self._ended.is_set() or (task is not None and task.cancelling()):
                 raise
@@ -170,18 +171,18 @@ class Replica:
         raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
 
     def end_answers(self) -> None:
-        """Ends the answers in the making, and begins no more: they raise UnavailableError with code draining."""
+        """End the answers in the making, and begin no more: they raise UnavailableError with code draining."""
         self._ended.set()
         for call in tuple(self.calls):
             call.cancel()
 
     async def finish(self) -> None:
-        """Waits for the end of the answers in the making, then closes."""
+        """Wait for the end of the answers in the making, then close."""
         await self._idle.wait()
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         await self._channel.close()
 
 
@@ -190,7 +191,7 @@ def _shutting_down() -> UnavailableError:
 
 
 class Router:
-    """Sends prompts of equal prefix to one replica, whose cache holds it, unless it is much busier than another."""
+    """Sends prompts with the same prefix to one replica, whose cache holds it, unless another is much less busy."""
 
     def __init__(
         self,
@@ -210,12 +211,12 @@ class Router:
         self._accept = accept
         self._replicas = {address: connect(address) for address in addresses.now}
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
-        """What follows each replica; of one whose address is gone, what waits for the end of its last answers."""
+        """The task that follows each replica or, if its address is gone, waits for the end of its last answers."""
         self._addresses_task: asyncio.Task[None] | None = None
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """Those that may get requests."""
+        """Replicas that may get requests."""
         return tuple(self._replicas.values())
 
     @property
@@ -224,18 +225,18 @@ class Router:
         return any(r.state is ReplicaState.READY for r in self.replicas)
 
     def start(self) -> None:
-        """Starts to follow the replicas: which there are, and the state of each."""
+        """Start to follow the replicas: which there are, and the state of each."""
         for replica in self.replicas:
             self._watch(replica)
         self._addresses_task = asyncio.create_task(self._follow_addresses(), name="follow addresses of verify")
 
     def end_answers(self) -> None:
-        """Ends the answers in the making with an error that says why."""
+        """End the answers in the making with an error that says why."""
         for replica in self._tasks:
             replica.end_answers()
 
     async def close(self) -> None:
-        """Stops following, and ends all calls."""
+        """Stop following, and end all calls."""
         replicas = {*self.replicas, *self._tasks}
         tasks = list(self._tasks.values())
         if self._addresses_task is not None:
@@ -247,7 +248,7 @@ class Router:
             await replica.close()
 
     def choose(self, prompt: Sequence[int], avoid: Collection[Replica] = (), *, tenant: str = "") -> Replica:
-        """The replica for a tenant's prompt; those in `avoid` only if there is no other. Raises UnavailableError."""
+        """Return the replica for a tenant's prompt; those in `avoid` are a last resort. Raises UnavailableError."""
         ready = [r for r in self.replicas if r.state is ReplicaState.READY]
         ready = [r for r in ready if r not in avoid] or ready
         if not ready:
@@ -264,11 +265,11 @@ class Router:
     async def generate(
         self, request: GenerationRequest, loose_grammar: Grammar | None = None
     ) -> AsyncGenerator[GenerationUpdate, None]:
-        """One answer; closing the iterator cancels the call. Raises OutriderError.
+        """Yield one answer; closing the iterator cancels the call. Raises OutriderError.
 
-        An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
-        anything yet. Later it fails, because a client that counts tokens must not see them twice. A grammar that verify
-        cannot compile gives way to `loose_grammar`, if there is one.
+        An answer that fails before its first token is tried once more, elsewhere if possible: nobody has seen anything
+        yet. Later there is no second try, because a client that counts tokens must not see them twice. If verify cannot
+        compile the grammar, `loose_grammar` is used instead, if there is one.
         """
         avoid: tuple[Replica, ...] = ()
         while True:
@@ -310,7 +311,7 @@ class Router:
         self._tasks[replica] = asyncio.create_task(following, name=f"follow {replica.address}")
 
     def _leave(self, replica: Replica) -> None:
-        """Gives a replica no further request; what it answers already, it may finish."""
+        """Give a replica no further requests, and let it finish the answers that it has begun."""
         self._tasks[replica].cancel()
         task = self._tasks[replica] = asyncio.create_task(replica.finish(), name=f"leave {replica.address}")
         task.add_done_callback(lambda _: self._tasks.pop(replica))

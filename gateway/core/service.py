@@ -1,4 +1,4 @@
-"""What both doors share: the parts of a gateway, and the running of requests as streams of deltas."""
+"""The part of the gateway that both doors share: running requests as streams of deltas."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.protocol.generation import Usage
 
 _QUEUED_DELTAS = 64
-"""Deltas of a slow client that wait here before its calls to verify are held up."""
+"""Most deltas that wait for a slow client before its calls to verify are held up."""
 
 _Queue = asyncio.Queue[Delta | Exception | None]
-"""Deltas of all answers; an error ends the request, None is the end of one answer."""
+"""Deltas of all answers; an error ends the request, None ends one answer."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,13 +50,13 @@ class Gateway:
 
     @contextmanager
     def enter(self, door: str) -> Iterator[Ticket]:
-        """Lets a request in and counts how it fails. Raises OverloadedError or UnavailableError."""
+        """Let a request in and count how it fails. Raises OverloadedError or UnavailableError."""
         with self.counted(door), self.gate.enter() as ticket:
             yield ticket
 
     @contextmanager
     def counted(self, door: str) -> Iterator[None]:
-        """Counts how a request fails."""
+        """Count how a request fails."""
         try:
             yield
         except OutriderError as error:
@@ -67,14 +67,14 @@ class Gateway:
             raise
 
     def count_error(self, door: str, error: OutriderError) -> None:
-        """Counts a request that was refused or failed."""
+        """Count a request that was refused or failed."""
         self.metrics.errors.labels(door, error.code).inc()
 
     async def generate(self, jobs: Sequence[Job], model: GatewayModel) -> AsyncGenerator[Delta, None]:
-        """All answers of all jobs, interleaved as they come; the last delta carries the usage.
+        """Yield the deltas of all answers of all jobs, as they come; the last delta carries the usage.
 
-        `choice_index` of a delta counts through: first the answers of the first job, and so on. Closing the generator
-        cancels every call at once. Raises OutriderError when any answer fails: the others end too.
+        `choice_index` of a delta counts over all jobs: first the answers of the first job, and so on. Closing the
+        generator cancels every call at once. If any answer fails, the others end too, and OutriderError is raised.
         """
         pairs = [(job, choice_index) for job in jobs for choice_index in range(job.n)]
         answers = [Answer(job, index, model.tokenizer, place=place) for place, (job, index) in enumerate(pairs)]
@@ -137,7 +137,7 @@ class Gateway:
 
 
 def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
-    """The error under the name that the client gave the field: only verify can tell whether a grammar compiles."""
+    """Return the error under the client's name for the field: only verify can tell whether a grammar compiles."""
     if not job.grammar_field or not error.field.startswith("grammar"):
         return error
     return InvalidRequestError(job.grammar_field, error.problem, job.grammar_fix or error.fix, code=error.code)
@@ -146,7 +146,7 @@ def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
 def _usage(jobs: Sequence[Job], answers: Sequence[Answer]) -> Usage:
     whole = Usage.total(answer.usage for answer in answers)
     whole.prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
-    # Of several answers to a prompt the later ones find the first one's pages: only what all found was there before.
+    # The later answers to a prompt find pages of the first: only what all found was cached before the request.
     whole.cached_prompt_tokens = sum(
         min(answer.usage.cached_prompt_tokens for answer in answers if answer.job is job) for job in jobs
     )

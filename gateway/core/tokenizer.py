@@ -19,11 +19,11 @@ from outrider.errors import ConfigError
 from outrider.models.store_folder import hash_tokenizer
 
 _MAX_HELD_TOKENS = 16
-"""Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
+"""Most tokens held back because their text ends in U+FFFD; only the last few can be an incomplete character."""
 _CHARACTER_TOKENS = 4
 """The most tokens that one character can be spread over."""
 _LARGE_SIZE = 1 << 16
-"""Characters or tokens from which on work is large: the library takes some 300 bytes of memory for each token."""
+"""Work on more characters or tokens than this is large: the library takes some 300 bytes of memory for each token."""
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class ByteDetokenizer:
     """For byte-level vocabularies: each token stands for fixed bytes, and the text is those bytes as UTF-8.
 
-    Only an unfinished character is held back, at most three bytes.
+    Only an incomplete character is held back, at most three bytes.
     """
 
     def __init__(self, text_bytes: Callable[[int], bytes]) -> None:
@@ -39,11 +39,11 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Adds a token. Returns the text that became final, which may be empty."""
+        """Add a token. Return the text that became final, which may be empty."""
         return self._decoder.decode(self._text_bytes(token_id))
 
     def finish(self) -> str:
-        """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
+        """End the answer. Return what was held back; an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", True)
 
 
@@ -53,7 +53,7 @@ class WindowDetokenizer:
     A run of byte tokens is held back until it ends, because one bad byte changes the text of the whole run.
 
         ids of the answer   ...  a b c   d e
-        _context                 a b c          emitted last; joins what follows as in the whole
+        _context                 a b c          emitted last; what follows joins it as in the whole text
         _pending                         d e    not emitted yet
     """
 
@@ -65,7 +65,7 @@ class WindowDetokenizer:
         is_byte: Callable[[int], bool],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """`marks`: texts, by id, of special tokens that are shown; they end a character that is not complete."""
+        """`marks`: texts, by id, of special tokens that are shown; they end an incomplete character."""
         self._decode = decode
         self._is_hidden = is_hidden
         self._is_byte = is_byte
@@ -75,10 +75,10 @@ class WindowDetokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Adds a token. Returns the text that became final, which may be empty."""
+        """Add a token. Return the text that became final, which may be empty."""
         if (mark := self._marks.get(token_id)) is not None:
             return self.finish() + mark
-        if self._is_hidden(token_id):  # ends no run of byte tokens either
+        if self._is_hidden(token_id):  # does not end a run of byte tokens, either
             return ""
         self._pending.append(token_id)
         if self._is_byte(token_id):
@@ -92,8 +92,8 @@ class WindowDetokenizer:
         return self._emit(cut, self._new_text(cut)) if cut else ""
 
     def _cut(self) -> int:
-        """How many pending tokens are final though the character behind them is not: bytes may still be part of it."""
-        # A model that says U+FFFD for ever would else have all of it decoded again for each token.
+        """Return how many pending tokens are final though the last character is not: bytes may still belong to it."""
+        # Without this, all output of a model that says U+FFFD forever would be decoded again for each token.
         cut = len(self._pending) - _CHARACTER_TOKENS
         while cut and self._is_byte(self._pending[cut - 1]):
             cut -= 1
@@ -105,38 +105,38 @@ class WindowDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
+        """End the answer. Return what was held back; an incomplete character becomes U+FFFD."""
         text = self._new_text() if self._pending else ""
         self._pending = []
         return text
 
     def _new_text(self, number: int | None = None) -> str:
-        """Text of the first `number` pending tokens, or of all."""
+        """Return the text of the first `number` pending tokens, or of all."""
         text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer
-"""The detokenizer of one answer: its pieces add up to exactly what decoding all ids at once gives, and none ends inside
-a character."""
+"""The detokenizer of one answer. Its pieces add up to exactly what decoding all ids at once gives, and no piece ends
+inside a character."""
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, or with it, however the text is cut into pieces.
+    """Lets text through up to the first stop string, or including it, however the text is cut into pieces.
 
-    The first is the one that ends first; of those that end together, the longest. Text that may still turn out to
-    begin a stop string is held back.
+    The first stop string is the one that ends first; of those that end together, the longest. Text that may still turn
+    out to begin a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
-        """`keep`: the stop string is let through, too."""
+        """`keep`: let the stop string through, too."""
         self._keep = keep
         self._stops = tuple(stops)
         self._held = ""
         self.hit = False
 
     def push(self, piece: str) -> str:
-        """Adds text. Returns what may be shown; after a hit nothing more comes."""
+        """Add text. Return what may be shown, nothing after a hit."""
         if self.hit:
             return ""
         if not self._stops:
@@ -152,7 +152,7 @@ class StopMatcher:
         return text[:safe]
 
     def finish(self) -> str:
-        """Ends the text without a hit. Returns what was held back."""
+        """End the text without a hit. Return what was held back."""
         text, self._held = self._held, ""
         return text
 
@@ -162,7 +162,7 @@ class StopMatcher:
 
 
 def overlap_length(text: str, mark: str) -> int:
-    """How many characters at the end of a text the mark may begin with."""
+    """Return how many characters at the end of `text` may be the beginning of `mark`."""
     if text[-1:] in mark:
         for length in range(min(len(text), len(mark) - 1), 0, -1):
             if mark.startswith(text[-length:]):
@@ -174,7 +174,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Text to token ids and back, and the chat template that belongs to them."""
+    """Converts text to token ids and back, and holds the model's chat template."""
 
     def __init__(
         self,
@@ -190,11 +190,11 @@ class Tokenizer:
         self._inner = inner
         self.chat_template = chat_template
         self.tool_template = tool_template or chat_template
-        """The chat template for requests with tools: some models have one of its own for them."""
+        """The chat template for requests with tools: some models have a separate one for them."""
         self.digest = digest
         """SHA-256 of tokenizer.json, hexadecimal."""
         self.config = dict(config or {})
-        """tokenizer_config.json, as it is."""
+        """The content of tokenizer_config.json."""
         decoders = _decoder_types(inner)
         self._byte_level = decoders == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in decoders
@@ -202,14 +202,14 @@ class Tokenizer:
         self._added = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items()}
         self._bytes = cache(lambda token_id: self._find_bytes(inner.id_to_token(token_id) or ""))
         self._shown_bytes: dict[frozenset[str], Callable[[int], bytes]] = {}
-        """By the special tokens that are left out."""
+        """Functions from token ids to shown bytes, by the special tokens that are left out."""
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
-        """Characters of the longest token, an upper bound of the text that one token stands for."""
+        """Characters of the longest token, an upper bound for the text of one token."""
         self._large_work = ThreadPoolExecutor(1, "large-text")
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError."""
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError."""
         path = folder / "tokenizer.json"
         try:
             data = path.read_bytes()
@@ -230,18 +230,18 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Tokens in the vocabulary, added ones included."""
+        """Number of tokens in the vocabulary, added ones included."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; `add_special_tokens` puts a beginning-of-sequence token where the model wants one."""
-        # The batch call gives up the interpreter lock, the single one does not.
+        """Return a text's token ids; `add_special_tokens` adds a beginning-of-sequence token if the model wants one."""
+        # The batch call releases the interpreter lock, the single one does not.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether a large text has more tokens than that, found out without the memory that all of them take.
+        """Whether a large text has more than `num_tokens` tokens, found without the memory that all of them take.
 
-        They are counted in pieces of the text, which may have some more where they were cut.
+        Tokens are counted in pieces of the text; where it is cut, there may be a few more than in the whole.
         """
         if len(text) <= _LARGE_SIZE:
             return False
@@ -253,9 +253,9 @@ class Tokenizer:
         return False
 
     async def in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` on so many characters or tokens returns, called in a thread.
+        """Call `work`, on `size` characters or tokens, in a thread, and return its result.
 
-        Large work is done one after the other: else a few bodies of megabytes would take gigabytes, and all threads.
+        Only one large work runs at a time: otherwise a few bodies of megabytes would take gigabytes, and all threads.
         """
         if size <= _LARGE_SIZE:
             return await asyncio.to_thread(work)
@@ -263,19 +263,19 @@ class Tokenizer:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._large_work, lambda: waiting.pop()())
         finally:
-            waiting.clear()  # the thread keeps what was cancelled, its text with it, until its turn would have come
+            waiting.clear()  # the executor keeps cancelled work, with its text, until its turn would have come
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; special tokens are left out or spelled out."""
-        # As in `encode`, with the interpreter lock given up.
+        """Return the text of token ids; special tokens are left out or spelled out."""
+        # The batch call releases the interpreter lock, as in `encode`.
         return str(self._inner.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def added_id(self, text: str) -> int | None:
-        """The token, beside those that the tokenizer has learned, that stands for the whole text; None without one."""
+        """Return the added token, outside the learned vocabulary, that stands for the whole text; None without one."""
         return self._added.get(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """Fresh state for one answer; special tokens are left out, but those `shown`, or all spelled out."""
+        """Return fresh state for one answer. Special tokens not in `shown` are left out, or all are spelled out."""
         hidden = frozenset(self._special.keys() - shown if skip_special_tokens else ())
 
         def is_hidden(token_id: int) -> bool:
@@ -290,7 +290,7 @@ class Tokenizer:
         return WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte, marks=marks)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's own bytes, special tokens spelled out; empty for an id without a token."""
+        """Return a token's own bytes, special tokens spelled out; empty for an id without a token."""
         return self._bytes(token_id)
 
     def _find_bytes(self, token: str) -> bytes:
@@ -315,7 +315,7 @@ def _decoder_types(inner: tokenizers.Tokenizer) -> list[str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    # GPT-2's alphabet: printable bytes stand for themselves, the other 68 for characters from U+0100 on, in order.
+    # GPT-2's alphabet: printable bytes are their own characters, the other 68 are those from U+0100 on, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What holds calls of tools to the schemas of their arguments, and answers to a form beside calls and reasoning."""
+"""Grammars that hold tool calls to the schemas of their arguments, and answers to a form beside calls and reasoning."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from outrider.grammar.spec import (
 )
 
 _FIELD = "chat.tools"
-"""Which refusals name."""
+"""The field that refusals name."""
 
 
 def forced_grammars(
     tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]
 ) -> tuple[Grammar, Grammar | None]:
-    """What an answer is that must be a call of one of these tools, and what it is if verify cannot compile that.
+    """Return the grammar of an answer that must call one of these tools, and another in case verify cannot compile it.
 
-    In the second, None where it would be the same, arguments of tools that are not strict are any object, as they are
-    in the first where their schemas cannot be held to. `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
+    The first holds arguments to the schema of each tool that is strict or whose schema can be held to; other arguments
+    are any object. The second, None if it would be the same, holds only strict tools to their schemas. `mark_ids` as in
+    `strict_grammar`. Raises InvalidRequestError.
     """
     loose = _forced(tools, form, _definitions(tools), mark_ids)
     if all(tool.strict for tool in tools):
@@ -62,10 +63,10 @@ def _forced(
 
 
 def strict_grammar(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> Grammar | None:
-    """What an answer is that may call these tools: any text, in which a call that is begun fits its tool's schema.
+    """Return the grammar of an answer that may call these tools: any text, in which each call fits its tool's schema.
 
-    `mark_ids`: tokens that stand for whole marks, the format's and those of reasoning, which the grammar library does
-    not take for text. Without effect, None, where no tool is strict, and for llama3 and mistral.
+    `mark_ids`: ids of tokens that stand for whole marks, of the format and of reasoning, which the grammar library does
+    not take for text. Returns None, for no grammar, if no tool is strict, and for llama3 and mistral.
     Raises InvalidRequestError.
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
@@ -90,10 +91,10 @@ def form_grammar(
     start: ReasoningStart | None,
     mark_ids: Mapping[str, int],
 ) -> Grammar:
-    """What an answer is that has a form, or that is calls of these tools and nothing more.
+    """Return the grammar of an answer that has the `wanted` form, or consists of calls of these tools.
 
-    It may come behind reasoning, where `start` says how that begins. Calls fit the schemas of tools that are strict.
-    `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
+    Reasoning may come first; `start` says how it begins. Calls of strict tools fit their schemas. `mark_ids` as in
+    `strict_grammar`. Raises InvalidRequestError.
     """
     rules = [f"WS: /{_SPACE}/"]
     answer = "form"
@@ -111,13 +112,13 @@ def form_grammar(
 
 
 def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
-    """The rule `form`, which comes last."""
+    """Return the rule `form`, which comes last."""
     match wanted.kind:
         case GrammarKind.CHOICE:
             choices = (masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
             return f"form: {' | '.join(choices)}"
         case GrammarKind.REGEX:
-            # Else an expression that the marker fits, too, would hold for the reasoning behind it.
+            # Otherwise an expression that also matches the marker would match the reasoning after it.
             begin = "" if start is None else f" & ~/[ \\n\\r\\t]*{_in_regex(start.markers.begin)}(.|\\n)*/"
             return f"form: FORM\nFORM: PATTERN{begin}\n{PATTERN_BELOW}\n{wanted.source}"
         case GrammarKind.EBNF:
@@ -140,14 +141,14 @@ def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, 
 def _one_call(
     tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any], mark_ids: Mapping[str, int]
 ) -> list[str]:
-    """The rule `call`, and what it needs."""
+    """Return the rule `call`, and the rules that it needs."""
     if form.quote:
         return call_rules([tool.name for tool in tools], definitions, mark_ids.get(form.quote), _embedded)
     return [f"call: {_embedded(_call_schema(tools, form) | definitions)}"]
 
 
 def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[str]:
-    """What is thought, up to the marker behind it and with that: text, and marks that are tokens of their own."""
+    """Return rules for reasoning, its end marker included: text, and marks that are tokens of their own."""
     end = start.markers.end
     within = " | ".join(f"<[{token_id}]>" for mark, token_id in mark_ids.items() if mark != end)
     marked = f"(TEXT ({within}))*" if within else ""
@@ -166,7 +167,7 @@ def _in_regex(text: str) -> str:
 
 
 def _calls(form: ToolFormat) -> str:
-    """Calls and nothing else."""
+    """Return an expression for calls and nothing else."""
     if form.is_list:
         return "opener WS? list"
     if form.closer:
@@ -175,13 +176,13 @@ def _calls(form: ToolFormat) -> str:
 
 
 def _mark(mark: str, ids: Mapping[str, int]) -> str:
-    """A mark, which may be a token."""
+    """Return an expression for a mark, which may be a token."""
     return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
 
 
 def check_sizes(held: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError as soon as the schemas of tools that calls are held to are too much for one grammar,
-    before one is made of them."""
+    """Raise InvalidRequestError if the schemas of tools that calls are held to are too large for one grammar, before it
+    is made of them."""
     sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in held)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
@@ -196,7 +197,7 @@ _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 
 def _marked_rules(form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
-    """Text with any number of calls: behind the opener the model can only write one, and the closer."""
+    """Return rules for text with calls in it: after an opener the model can only write a call and a closer."""
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
@@ -210,7 +211,7 @@ def _marked_rules(form: ToolFormat, opener: int | None, closer: int | None) -> l
 
 
 def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
-    """A call, a list of calls, or text: once a strict tool is named where a call begins, the rest must be one."""
+    """Return rules for calls or text: once a strict tool is named where a call begins, the rest must be its call."""
     held = {index: tool for index, tool in enumerate(tools) if tool.strict}
     ways = {
         kind: " | ".join(f"{kind}{index} ARGUMENTS WS? args{index} END" for index in held)
@@ -231,14 +232,14 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
 
 
 def _embedded(schema: dict[str, Any]) -> str:
-    """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
+    """Return a JSON schema for use in a Lark grammar. White space is bounded: small models may repeat it forever."""
     prepare_schema(schema)
     options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": True} | schema.get("x-guidance", {})
     return "%json " + masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
 
 
 def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
-    """A call of one of the tools; the schema of each one's arguments is under `$defs`."""
+    """Return the schema of a call of one of the tools; the schema of each one's arguments is under `$defs`."""
     calls = [
         {
             "type": "object",
@@ -252,9 +253,9 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
 
 
 def _definitions(tools: Sequence[Tool], *, all_held: bool = False) -> dict[str, Any]:
-    """The keyword `$defs` with the schemas of the tools' arguments.
+    """Return the keyword `$defs` with the schemas of the tools' arguments.
 
-    Of those that are not strict any object, or with `all_held` their own schema where that can be held to.
+    For tools that are not strict, this is any object or, with `all_held`, their own schema if it can be held to.
     """
     schemas = {
         f"tool{index}": _held_schema(tool, f"tool{index}")
@@ -262,7 +263,7 @@ def _definitions(tools: Sequence[Tool], *, all_held: bool = False) -> dict[str, 
         else {"type": "object"}
         for index, tool in enumerate(tools)
     }
-    # What is strict holds to its `oneOf`, and the library knows one rule for all.
+    # Strict tools are held to `oneOf` exactly, and the library has one rule for the whole grammar.
     return {"$defs": schemas} | (EXACT_ONE_OF if any(tool.strict for tool in tools) else {})
 
 
@@ -275,12 +276,12 @@ def _can_be_held(tool: Tool) -> bool:
 
 
 _OPEN_KEYS = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
-"""Keywords of a schema beside which keys are not limited to its `properties`."""
+"""Keywords of a schema; with any of them, its keys are not limited to its `properties`."""
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
-    """A tool's parameters as they stand at a place under `$defs`, or by themselves: references go there, and no further
-    keys are invented."""
+    """Return a tool's parameters for a place under `$defs`, or by themselves: references point there, and keys are
+    limited to `properties` unless the schema says otherwise."""
     schema = dict(tool.arguments_schema) | {"type": "object"}
     for key in ("$schema", "$id"):
         schema.pop(key, None)
@@ -291,7 +292,7 @@ def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str) -> Any:
-    """A schema whose references begin at `root`; as deep as `check_grammar` lets it be."""
+    """Return a schema with references that begin at `root`. Its depth is one that `check_grammar` lets through."""
     if isinstance(value, list):
         return [_moved(child, root) for child in value]
     if not isinstance(value, dict):
@@ -303,9 +304,9 @@ def _moved(value: Any, root: str) -> Any:
 
 
 def check_tools(tools: Sequence[Tool], choice: str, name: str | None = None, *, place: str = "chat.tools[{}]") -> None:
-    """Raises InvalidRequestError about tools that cannot be, or that do not fit the choice, as `Chat` has them.
+    """Raise InvalidRequestError about tools that are not valid, or do not fit the choice; arguments as in `Chat`.
 
-    `name`: the tool that must be called, if it is one; `place`: what the door calls the tool of an index.
+    `name`: the one tool that must be called, if any; `place`: the door's name for the tool with an index, to format.
     """
     names = [tool.name for tool in tools]
     for index, one in enumerate(names):
@@ -328,6 +329,6 @@ def check_tools(tools: Sequence[Tool], choice: str, name: str | None = None, *, 
 
 
 def _check_schema(tool: Tool, field: str) -> None:
-    """Raises InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
+    """Raise InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.arguments_schema, ensure_ascii=False))
     check_grammar(grammar, field, strict=bool(tool.strict))

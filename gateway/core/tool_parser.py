@@ -1,4 +1,4 @@
-"""Calls of tools as models write them: the marks around them, and calls found in an answer's text while it grows."""
+"""Tool calls as models write them: the marks around calls, and finding calls in an answer's text while it grows."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from gateway.core.tokenizer import overlap_length
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls, each of which is a JSON object with a name and arguments, or written as Gemma does."""
+    """One way of writing calls: each is a JSON object with a name and arguments, or written as Gemma does."""
 
     name: str
     opener: str = ""
-    """What calls begin with; empty where the answer's own first character tells them."""
+    """The mark before calls; empty if the first character of the answer shows that it is a call."""
     closer: str = ""
-    """What may stand behind a call."""
+    """The mark that may follow a call."""
     bare: bool = False
     """Whether an answer that begins with an object or a list may be calls, if it names a known tool."""
     arguments_key: str = "arguments"
-    """Of the object, as the model writes it; all that are known are read."""
+    """The object's key for arguments as the model writes it; any known key is read."""
     is_list: bool = False
-    """Whether calls stand in a list."""
+    """Whether calls are in a list."""
     has_short_ids: bool = False
     """Whether templates want ids of nine letters and digits."""
     quote: str = ""
-    """What stands around strings where calls are `call:name{key:value}`; empty in JSON."""
+    """The quote around strings if calls are `call:name{key:value}`; empty for JSON."""
 
     @property
     def shown_tokens(self) -> frozenset[str]:
@@ -39,16 +39,16 @@ class ToolFormat:
         return frozenset({self.opener, self.closer, self.quote, "[ARGS]"} - {""})
 
     def new_id(self) -> str:
-        """Names a call."""
+        """Return a new id for a call."""
         return secrets.token_hex(5)[:9] if self.has_short_ids else f"call_{secrets.token_hex(12)}"
 
     @property
     def forced_opening(self) -> str:
-        """What is put behind the prompt where the answer must be a call."""
+        """Text that is put after the prompt if the answer must be a call."""
         return self.opener if self.is_list or self.quote or not self.closer else f"{self.opener}\n"
 
     def describe(self) -> str:
-        """What to answer in order to call a function, for a model whose template says nothing of calls."""
+        """Describe how to answer with a call, for a model whose template says nothing about calls."""
         if self.quote:
             call = f"{self.opener}call:its name{{key:value,key:value}}{self.closer}"
             return f"answer with nothing but {call}, with {self.quote} before and behind each string"
@@ -56,11 +56,11 @@ class ToolFormat:
         return f"answer with {'a JSON object and nothing else:' if self.bare else 'nothing but'} {self._marked(call)}"
 
     def write(self, name: str, arguments: Any) -> str:
-        """A call as it would be written in an answer."""
+        """Return a call as it would be written in an answer."""
         if self.quote:
             try:
                 written = write_value(arguments)
-            except RecursionError:  # JSON, which is read as well, can be written of more levels.
+            except RecursionError:  # JSON, which is read as well, can be written with more levels
                 written = json.dumps(arguments, ensure_ascii=False)
             return f"{self.opener}call:{name}{written}{self.closer}"
         return self._marked(json.dumps({"name": name, self.arguments_key: arguments}, ensure_ascii=False))
@@ -81,11 +81,11 @@ FORMATS = {
         ToolFormat("json", bare=True),
     )
 }
-"""By the name that --tool-call-parser takes."""
+"""Formats by their names in --tool-call-parser."""
 
 
 def find_format(parser: str, template: str | None) -> ToolFormat | None:
-    """The format by its name; "auto" takes the one whose marks the chat template has, "none" is None."""
+    """Return the format with this name; "auto" takes the one whose marks the chat template has, "none" is None."""
     if parser != "auto":
         return FORMATS.get(parser)
     # Marks that are text in other formats' templates come last.
@@ -94,10 +94,10 @@ def find_format(parser: str, template: str | None) -> ToolFormat | None:
 
 
 def read_json(text: str) -> Any:
-    """What JSON that a model or client wrote says. Raises ValueError or RecursionError for what is none.
+    """Return the value of JSON that a model or client wrote. Raises ValueError or RecursionError if it is not JSON.
 
-    Half of an escaped surrogate pair is JSON, and no text that a template or an answer could hold: UnicodeEncodeError,
-    which is a ValueError.
+    Half of an escaped surrogate pair is valid JSON, but no template or answer could hold its text: this raises
+    UnicodeEncodeError, which is a ValueError.
     """
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False).encode()
@@ -106,27 +106,27 @@ def read_json(text: str) -> Any:
 
 T = TypeVar("T")
 _Steps = Generator[None, str, T]
-"""What is sent one character after the other."""
+"""A reader that is sent one character after the other."""
 
 _SEPARATORS = " \t\r\n,;[]"
-"""What stands between calls and around them."""
+"""Characters between and around calls."""
 _ARGUMENTS = ("arguments", "parameters")
 _NAME = re.compile(r"[\w.-]+")
 _MAX_NAME = 256
-"""Characters of a name without quotes; longer ones are text."""
+"""Most characters of a name without quotes; longer ones are text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one call: its id and its name once, then pieces of its arguments, which are JSON."""
+    """What is new of one call: its id and its name once, then pieces of its arguments, which are JSON."""
 
     index: int
-    """Of the call in its answer."""
+    """Index of the call in its answer."""
     id: str = ""
     name: str = ""
     arguments: str = ""
     text_before: int = field(default=0, compare=False)
-    """Characters that were written before it of the text that is told with it."""
+    """Characters written before this call, of the text that comes together with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ToolCalls:
 
     form: ToolFormat
     names: frozenset[str]
-    """Of known tools."""
+    """Names of known tools."""
     parallel: bool = True
     """Whether an answer may hold several calls."""
     forced: bool = False
@@ -156,7 +156,7 @@ class _CallReader:
         next(self._steps)
 
     def read(self, character: str) -> None:
-        """The next character."""
+        """Read the next character."""
         try:
             self._steps.send(character)
         except StopIteration:
@@ -184,7 +184,7 @@ class _CallReader:
                 mark = yield from _next_mark('"')
 
     def _read_scalar(self, character: str) -> _Steps[str]:
-        """Reads a number or a word. Returns the mark behind it."""
+        """Read a number or a word. Return the mark after it."""
         if character in "}],:":
             raise ValueError
         text = ""
@@ -215,7 +215,7 @@ class _GemmaReader(_CallReader):
 
 
 def _next_mark(allowed: str = "") -> _Steps[str]:
-    """The next character that is no whitespace. Raises ValueError for one that is not allowed."""
+    """Return the next character that is not whitespace. Raises ValueError if it is not allowed."""
     character = yield
     while character.isspace():
         character = yield
@@ -225,7 +225,7 @@ def _next_mark(allowed: str = "") -> _Steps[str]:
 
 
 def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _Steps[str]:
-    """Reads a string, an object or a list from its first character on, and returns it unless `take` gets it."""
+    """Read a string, an object or a list from its first character on, and return it unless `take` gets it."""
     read: list[str] = []
     take = take or read.append
     depth, in_string = 0, False
@@ -246,11 +246,11 @@ def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _
 
 
 class ToolCallParser:
-    """Splits an answer's text in what is said and what is called; any cut into pieces gives the same.
+    """Splits an answer into text and tool calls; the result does not depend on how the answer is cut into pieces.
 
-    The text is what was written outside of calls, without whitespace between a call and its beginning or end: that
-    belongs to nobody. What only looked like a call is text. Models get stuck in whitespace: a run of it is kept in
-    pieces, and none is looked at again before something else comes.
+    The text is what was written outside of calls; whitespace between a call and the text's beginning or end is dropped.
+    What only looked like a call is text. Models get stuck in whitespace: a run is kept in pieces, none of which is
+    looked at again before something else comes.
     """
 
     def __init__(self, calls: ToolCalls) -> None:
@@ -261,13 +261,13 @@ class ToolCallParser:
         self._any_name = not form.bare
         self._step = self._read_between if calls.forced else self._read_text
         self._raw: list[str] = []
-        """Text since the last call that may still turn out to be none."""
+        """Characters since the last call that may belong to the next one, or turn out to be text."""
         self._tail = ""
-        """Of it, the beginning of a call or a mark."""
+        """The end of `_raw` that may begin a call or a mark."""
         self._spaces: list[str] = []
-        """Whitespace that may belong to nobody."""
+        """Whitespace that may turn out not to be part of the text."""
         self._held = ""
-        """The beginning of a mark behind it."""
+        """Characters after `_spaces` that may begin a mark."""
         self._reader = _CallReader()
         self._name = ""
         self._begun = False
@@ -276,22 +276,22 @@ class ToolCallParser:
         self._spoke = False
         """Whether text was let through since the last call."""
         self._has_text = False
-        """Whether any was."""
+        """Whether text was ever let through."""
         self._in_list = False
-        """Whether the calls stand in a list that is open."""
+        """Whether the calls are in a list that is still open."""
         self._text: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
         """Calls that have begun."""
 
     def push(self, piece: str) -> tuple[str, list[ToolCallDelta]]:
-        """Adds text. Returns the text that is no call, and what is new of calls."""
+        """Add a piece of the answer. Return the text outside of calls, and what is new of calls."""
         for character in piece:
             self._step(character)
         return self._news()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """Ends the answer. What was held back is text, unless it is whitespace behind a call."""
+        """End the answer. What was held back is text, unless it is whitespace after a call."""
         unfinished = self._step in (self._read_name, self._read_call) and not self._begun
         ignored = _SEPARATORS if self._called else ""
         if unfinished or (self._step == self._read_between and "".join(self._raw).strip(ignored)):
@@ -327,7 +327,7 @@ class ToolCallParser:
             self._let_through(len(self._held) - overlap_length(self._held, opener))
 
     def _let_through(self, length: int) -> None:
-        """So much of what is held is text, but for whitespace at its end."""
+        """Let this many held characters through as text, except whitespace at their end."""
         held, self._held = self._held[:length], self._held[length:]
         text = held.rstrip()
         if text:
@@ -338,7 +338,7 @@ class ToolCallParser:
         self._spaces += held[len(text) :]
 
     def _await_call(self, raw: list[str]) -> None:
-        """Calls and what stands between them come next; `raw` was read of it."""
+        """Expect calls and separators from here on; `raw` has been read already."""
         self._raw, self._tail, self._step = raw, "", self._read_between
 
     def _read_between(self, character: str) -> None:
@@ -348,7 +348,7 @@ class ToolCallParser:
                 self._in_list = True
             elif character == "]" and self._in_list and self._called:
                 self._in_list = False
-                self._raw.clear()  # no text, whatever follows
+                self._raw.clear()  # not text, whatever follows
             return
         self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener
@@ -370,7 +370,7 @@ class ToolCallParser:
     def _read_name(self, character: str) -> None:
         self._raw.append(character)
         if character == "{":
-            # A further opener begins with a separator, which is not here any more.
+            # Of a further opener, the first character is a separator, which is not here any more.
             name = self._name.removeprefix(self._form.opener[1:]).removesuffix("[ARGS]").partition("[CALL_ID]")[0]
             name = name.strip(_SEPARATORS)
             if self._form.quote:
@@ -397,7 +397,7 @@ class ToolCallParser:
         self._look()
 
     def _look(self) -> None:
-        """What the reader has found."""
+        """Report what the reader has found so far."""
         reader = self._reader
         if self._name and reader.has_arguments:
             reader.is_done = True
@@ -432,7 +432,7 @@ class ToolCallParser:
             self._calls.append(replace(delta, text_before=sum(map(len, self._text))))
 
     def _give_up(self) -> None:
-        """What was taken for the beginning of a call is text."""
+        """Treat what was taken for the beginning of a call as text."""
         self._held = "".join(self._raw)
         self._raw, self._name, self._called, self._in_list = [], "", False, False
         self._step, self._bare = self._read_text, False

@@ -1,4 +1,4 @@
-"""From pydantic's findings to one error that names the field, the limit and the fix."""
+"""Turns pydantic's findings into one error that names the field, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _EITHER: Mapping[tuple[int | str, ...], str] = {
     ("@params",): "an object or a list",
     ("stop",): "a string or a list",
 }
-"""What fields of several types take, by the end of a place: the field, or a tag for what is of none of the types."""
+"""What fields of several types accept, by a location's last part: the field, or the tag of a value of another type."""
 
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@call", "@output"}
     | {"@part", "@refusal", "@word", "@named", "@allowed", "@params", "@one"}
 )
-"""What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
+"""Parts that pydantic adds to a location: the key of a mapping, and the tags of this package's unions."""
 
 
 FieldNames = Mapping[str, str]
-"""What a door calls the fields of the internal request, where the names differ."""
+"""A door's names for fields of the internal request, where they differ."""
 
 
 def validate(model: type[M], data: Any, *, ignore_unknown: bool = False, names: FieldNames | None = None) -> M:
-    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong, by what `names` calls it.
+    """Return `data` as `model`. Raises InvalidRequestError about the first wrong field, under its name in `names`.
 
-    `ignore_unknown`: fields that no model knows are left out, at any depth.
+    `ignore_unknown`: leave out fields that no model knows, at any depth.
     """
     try:
         return model.model_validate(data, extra="ignore" if ignore_unknown else None)
@@ -67,7 +67,7 @@ def validate(model: type[M], data: Any, *, ignore_unknown: bool = False, names: 
 
 
 def renamed(error: InvalidRequestError, names: FieldNames) -> InvalidRequestError:
-    """The error about the field as a door calls it."""
+    """Return the error with the door's name for the field."""
     ours = next((name for name in names if re.match(rf"{re.escape(name)}(\W|$)", error.field)), "")
     if not ours:
         return error
@@ -76,14 +76,14 @@ def renamed(error: InvalidRequestError, names: FieldNames) -> InvalidRequestErro
 
 
 def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
-    """One finding in our words. `model` is what unknown fields are compared with."""
+    """Return one finding in our words. Unknown fields are compared with those of `model`."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     field = field_path(error["loc"])
-    if "within" in context:  # found by a look at the whole object
+    if "within" in context:  # found by a validator of the whole object
         field = f"{field}.{context['within']}".removeprefix(".")
     if kind == "extra_forbidden":
         field = field or str(error["loc"][-1])  # named like a part of pydantic's own
-        # Those of an object within are not the model's.
+        # Fields of a nested object are not those of the model.
         close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
         fix = f"remove it, or did you mean {close[0]}?" if close else "remove it"
         return InvalidRequestError(field, "unknown field", fix, code="unknown_parameter")
@@ -114,7 +114,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """A place as a client writes it: `messages[0].content`."""
+    """Return a location as a client writes it: `messages[0].content`."""
     path = ""
     for part in location:
         if isinstance(part, int):
