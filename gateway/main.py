@@ -43,7 +43,7 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the gateway with options from the command line. Returns the exit code."""
+    """Run the gateway with options from the command line. Return the exit code."""
     # One prompt is tokenized at a time; a pool of threads would take cores from the model.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     options = parse_options(GatewayOptions, argv, prog="python -m gateway")

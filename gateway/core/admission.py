@@ -307,7 +307,7 @@ def _as_text(message: RequestMessage, names: dict[str, str], form: ToolFormat) -
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Return the arguments as the object that templates want; if the model wrote something else, as its text."""
+    """Return the arguments as the object that templates want, or as text if the model wrote no object."""
     try:
         value = read_json(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ class Answer:
     """Detokenizes an answer, watches for stop strings and counts tokens. Does not call verify."""
 
     def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer, *, place: int) -> None:
-        """`choice_index` counts the answers to the job, `place` all answers to the request; deltas bear `place`."""
+        """`choice_index` counts the answers to the job, `place` all answers to the request; deltas carry `place`."""
         self.job = job
         self.request = job.answer(choice_index)
         """The request to verify."""

@@ -103,7 +103,7 @@ class Gate:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later"
             )
-        # Counts at least two keys, so that a key that is alone leaves something for the next one.
+        # Counts at least two keys, so that the only key leaves something for the next one.
         share = max(1, self.max_answers // max(2, len({*self._held, key})))
         if num_then > self.max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(

@@ -194,7 +194,7 @@ class ServingFields(StrictModel):
 
 
 class OutputFields(ServingFields, StopFields):
-    """Fields of a request beside its prompt and its sampling."""
+    """Fields of a request besides its prompt and its sampling."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Most tokens per answer. Default: what the context leaves."""

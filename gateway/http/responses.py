@@ -132,7 +132,7 @@ class EventStream:
         self.begun = False
 
     async def write(self, data: bytes) -> None:
-        """Sends whole events. Raises ClientStalled."""
+        """Send whole events. Raises ClientStalled."""
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
@@ -140,7 +140,7 @@ class EventStream:
             await self._send_body(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
-        """Sends the last events and ends the answer. Raises ClientStalled."""
+        """Send the last events and end the answer. Raises ClientStalled."""
         await self.write(b"")
         await self._send_body(data, more=False)
 

@@ -187,7 +187,7 @@ class _HttpConnection(H11Protocol):
         self._update_state()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection to answer a request that is here already; TLS transports cannot be kept so."""
+        """Keep the connection if a whole request waits for its answer; TLS transports cannot stay half open."""
         if self.scheme == "https" or not self._has_whole_request:
             return False
         if self._look_timer is None:

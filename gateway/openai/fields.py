@@ -116,7 +116,7 @@ def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | 
 
 
 def list_or(tag: str) -> Discriminator:
-    """Return a discriminator that gives lists the tag @list, and all else this tag."""
+    """Return a discriminator that gives lists the tag @list, and everything else `tag`."""
     return Discriminator(lambda value: "@list" if isinstance(value, list) else tag)
 
 
@@ -182,7 +182,7 @@ def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> di
 
 
 class StreamOptions(StrictModel):
-    """What a stream tells besides the text."""
+    """What a stream holds besides the text."""
 
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")

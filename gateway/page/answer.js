@@ -1,4 +1,4 @@
-// One answer: what it says, token by token, and what its rounds came to.
+// One answer: its text, token by token, and its rounds.
 
 import { MOST_MARKDOWN } from "./api.js";
 import { built, lineBegins } from "./blocks.js";
@@ -12,7 +12,7 @@ const WORDS = {
   unspecified: "token",
 };
 
-/** What is known of an answer so far. */
+/** An answer so far. */
 export class Answer {
   constructor() {
     this.tokens = []; // {id, text, origin, depth, drafter, round}
@@ -51,17 +51,17 @@ export class Answer {
     return this.tokens.slice(begin);
   }
 
-  /** Tokens committed in a round, on average; 0 before the first. */
+  /** Tokens committed in a round, on average; 0 before the first round. */
   get acceptLength() {
     return this.rounds.length ? this.tokens.length / this.rounds.length : 0;
   }
 
-  /** Tokens per second after the first piece, so without the wait for it; 0 while unknown. */
+  /** Tokens per second after the first piece, which leaves out the wait for it; 0 while unknown. */
   get rate() {
     return this.#rateFrom(0);
   }
 
-  /** The same over the last pieces alone. */
+  /** Tokens per second over the last pieces only; 0 while unknown. */
   get rateNow() {
     return this.#rateFrom(Math.max(0, this.marks.length - 9));
   }
@@ -72,18 +72,18 @@ export class Answer {
     return end > begin ? (after - before) / (end - begin) : 0;
   }
 
-  /** What is kept of it: all but the times, of which the first and the last give the rate. */
+  /** Returns what to keep of the answer: all but the times, of which the first and the last are enough for the rate. */
   saved() {
     const { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks } = this;
     return { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks: marks.length ? [marks[0], marks.at(-1)] : [] };
   }
 
-  /** Takes what was kept. */
+  /** Takes over what was kept of an answer. */
   restore({ tokens, rounds, text, finishReason, numDrafts, numAccepted, marks }) {
     Object.assign(this, { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks });
   }
 
-  /** Guesses and accepted guesses of each drafter: name to [guessed, accepted]. */
+  /** Counts the guesses of each drafter: a map of names to [guessed, accepted]. */
   byDrafter() {
     const counts = new Map();
     for (const round of this.rounds) {
@@ -99,7 +99,7 @@ export class Answer {
 
 /** An answer on the page. */
 export class AnswerView {
-  /** `format(text)` returns blocks of Markdown; without it the text stays as it was written. `follow(work)` changes the page. */
+  /** `format(text)` returns blocks of Markdown; without it the text stays as it is. `follow(work)` does work on the page. */
   constructor(title, { format = null, follow }) {
     this.answer = new Answer();
     this.format = format;
@@ -112,10 +112,10 @@ export class AnswerView {
     const foot = element("div", { class: "foot" }, this.note, this.actions);
     this.node = element("section", { class: "answer", "aria-label": title }, element("h3", {}, title), this.text, foot);
     this.shown = ""; // all the text that there is
-    this.pieces = []; // {token, end}: what it is made of; `token` is null for text that belongs to none
+    this.pieces = []; // {token, end}: the parts of `shown`; `token` is null for text that belongs to none
     this.owners = []; // index of the piece of each character
-    this.formatted = 0; // so many characters stand in blocks
-    this.tried = 0; // characters behind them when no block was complete last time
+    this.formatted = 0; // characters that are in blocks
+    this.tried = 0; // characters after those when the last try found no complete block
     this.ended = false;
     this.formatting = null;
   }
@@ -123,7 +123,7 @@ export class AnswerView {
   /** Adds tokens. */
   add(tokens) {
     const begin = this.shown.length;
-    // Half a character has no text, nor has the token that ends the answer.
+    // Part of a character has no text, nor has the token that ends the answer.
     for (const token of tokens) this.#append(token.text, token);
     this.tail.append(...this.#marked(begin, this.shown.length));
     const { rate } = this.answer;
@@ -133,7 +133,7 @@ export class AnswerView {
 
   /** Says how the answer ended, and formats the rest of it when the gateway finds the time. */
   end(how) {
-    // What was held back at the end belongs to no token of its own.
+    // Text that was held back until the end does not belong to any one token.
     const rest = this.answer.text.startsWith(this.shown) ? this.answer.text.slice(this.shown.length) : "";
     const begin = this.shown.length;
     this.#append(rest, null);
@@ -146,32 +146,32 @@ export class AnswerView {
     this.settle();
   }
 
-  /** Formats what is not yet, now that nothing follows. */
+  /** Formats the rest, now that nothing follows. */
   async settle() {
     this.ended = true;
     await this.formatting;
     await this.#formatMore();
   }
 
-  /** One run at a time, or a block would be placed twice. */
+  /** Formats complete blocks. Only one run at a time, or a block would be placed twice. */
   #formatMore() {
     this.formatting ??= this.#formatComplete().finally(() => (this.formatting = null));
     return this.formatting;
   }
 
-  /** Marks the token where this answer parts from another; of one that is shown as it was written. */
+  /** Marks the token where this answer parts from another. For answers that are shown without formatting. */
   markParting(index) {
     const shown = this.answer.tokens.slice(0, index).filter((token) => token.text).length;
     this.tail.children[shown]?.classList.add("parting");
   }
 
-  /** What is kept of it. */
+  /** Returns what to keep of the answer. */
   saved() {
     const note = this.ended ? this.note.textContent : `${this.answer.tokens.length} tokens; the page was left`;
     return { ...this.answer.saved(), shown: this.shown, note };
   }
 
-  /** Shows what was kept. */
+  /** Shows what was kept of an answer. */
   restore(saved) {
     this.answer.restore(saved);
     for (const token of this.answer.tokens) this.#append(token.text, token);
@@ -188,7 +188,7 @@ export class AnswerView {
     this.pieces.push({ token, end: this.shown.length });
   }
 
-  /** Elements for the characters from `begin` to `end` of the text, one for each token. */
+  /** Makes elements for the characters from `begin` to `end` of the text, one for each token. */
   #marked(begin, end) {
     const spans = [];
     for (let at = begin; at < end; ) {
@@ -200,13 +200,13 @@ export class AnswerView {
     return spans;
   }
 
-  /** Moves complete blocks from the tail. The last block is complete when the answer is; what fails stays as it is. */
+  /** Moves complete blocks out of the tail. The last block is complete when the answer is. After a failure, the rest stays. */
   async #formatComplete() {
     while (this.format) {
       const rest = this.shown.slice(this.formatted);
-      // Asking costs a request: only where a paragraph has ended, and where it was in vain, not before there is half as much again.
+      // Formatting costs a request. So it needs the end of a paragraph and, after a try in vain, half as much text again.
       if (!rest || (!this.ended && (rest.length < 1.5 * this.tried || !/\n\s*\n\s*\S/.test(rest)))) return;
-      // The gateway refuses half a character, which a cut may leave.
+      // The gateway refuses half of a surrogate pair, which the cut may leave.
       const piece = rest.slice(0, MOST_MARKDOWN).replace(/[\uD800-\uDBFF]$/, "");
       const whole = this.ended && piece.length === rest.length;
       let blocks;
@@ -225,14 +225,14 @@ export class AnswerView {
     }
   }
 
-  /** Shows blocks behind those that are there; their lines begin at `begins`, and what follows them at `next`. */
+  /** Appends blocks to those that are there. Lines of the text begin at `begins`; the text after these blocks, at `next`. */
   #place(blocks, begins, next) {
     const base = this.formatted;
     for (const block of blocks) {
       const end = base + (begins[block.end] ?? next);
       let cursor = base + begins[block.begin];
-      // Where a text stands in what was written is found by looking for its lines in turn: signs of Markdown are skipped.
-      // A line with an escape is not found, and has no marks.
+      // To find a block's text in what was written, its lines are searched in turn, which skips the marks of Markdown.
+      // A line with an escape is not found, so its tokens are not marked.
       const marked = (text) =>
         text.split(/(?<=\n)/).flatMap((line) => {
           const [, before, sought, after] = /^(\s*)(.*?)(\s*)$/s.exec(line);

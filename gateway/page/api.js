@@ -1,6 +1,6 @@
 // The gateway's REST door, as the page uses it. Addresses are relative, so that the page works below a proxy's prefix.
 
-/** What a request came to, when it is no success. */
+/** Why a request failed. */
 export class ApiError extends Error {
   constructor(status, message, retryAfter) {
     super(retryAfter ? `${message} (try again in ${retryAfter} s)` : message);
@@ -9,7 +9,7 @@ export class ApiError extends Error {
 }
 
 function headers(key) {
-  // The browser's own complaint names neither the key nor what is wrong with it.
+  // The browser's own error names neither the key nor what is wrong with it.
   if (/[^\x20-\x7e]/.test(key)) throw new ApiError(401, "The API key has characters that no key has: letters, digits and signs of ASCII alone.");
   return key ? { authorization: `Bearer ${key}` } : {};
 }
@@ -19,7 +19,7 @@ async function failure(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // A proxy's page of HTML says no more than the status does.
+    // An HTML page from a proxy says no more than the status does.
   }
   return new ApiError(response.status, message, response.headers.get("retry-after"));
 }
@@ -36,18 +36,18 @@ const posted = (key, body) => ({
   body: JSON.stringify(body),
 });
 
-/** Whether an API key is asked for: {needs_key}. Open to everybody. */
+/** Returns {needs_key}: whether an API key is needed. Open to everybody. */
 export const settings = () => read("page/settings.json", "");
 
-/** The served model: {model_path, dtype, max_model_len, ...}. */
+/** Returns the served model: {model_path, dtype, max_model_len, ...}. */
 export const modelInfo = (key) => read("get_model_info", key);
 
-/** The blocks of a text of Markdown, at most MOST_MARKDOWN characters: [{tag, begin, end, children, ...}]; lines count from 0. */
+/** Parses at most MOST_MARKDOWN characters of Markdown. Returns [{tag, begin, end, children, ...}]; lines count from 0. */
 export const markdown = async (text, key) =>
   (await read("page/markdown", key, { ...posted(key, { text }), signal: AbortSignal.timeout(MARKDOWN_MS) })).blocks;
 
 export const MOST_MARKDOWN = 16_000;
-const MARKDOWN_MS = 10_000; // a browser has few connections, and one that never answers takes one away
+const MARKDOWN_MS = 10_000; // a browser has few connections, and a request without an answer holds one of them
 
 /** Streams a chat answer: yields each chunk, parsed. Throws ApiError; aborting `signal` throws AbortError. */
 export async function* chat(body, key, signal) {
@@ -62,7 +62,7 @@ export async function* chat(body, key, signal) {
   throw new ApiError(0, "the answer broke off");
 }
 
-/** Data of server-sent events; comments are skipped. */
+/** Yields the data of server-sent events, without comments. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -77,7 +77,7 @@ async function* events(stream) {
       }
     }
   } finally {
-    // Ends the request, too, where it is left early. What a broken stream says here has been said already.
+    // This also ends a request that is left early. A broken stream has raised its error already.
     await reader.cancel().catch(() => {});
   }
 }

@@ -1,12 +1,12 @@
-// Blocks of Markdown, as the gateway parsed them, as elements. Each is made by name, and text goes in as text.
+// Makes elements of the Markdown blocks that the gateway parsed: each by its name, with text added as text.
 
 import { copyButton, element } from "./dom.js";
 
 const DIRECTED = new Set(["p", "h4", "h5", "h6", "blockquote", "li", "th", "td"]);
 
 /**
- * A block's element. `marked(text)` gives the nodes that a piece of its text becomes. Each block is written from the
- * side of its first letter; paragraphs of an item or a quotation, which are `within` one, from that of the whole.
+ * Makes a block's nodes. `marked(text)` returns the nodes for a piece of its text. The direction of a block follows its
+ * first letter; paragraphs `within` a list item or a quotation follow that of the whole.
  */
 export function built(node, marked, within = false) {
   if (typeof node === "string") return marked(node);
@@ -38,7 +38,7 @@ function code({ language, children: [text] }, children) {
   return element("figure", { class: "code", dir: "ltr" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...children)));
 }
 
-/** Index of the first character of each line of a text, and of its end. */
+/** Returns the index of the first character of each line of a text, and the index of its end. */
 export function lineBegins(text) {
   return [0, ...Array.from(text.matchAll(/\r\n?|\n/g), (found) => found.index + found[0].length), text.length];
 }

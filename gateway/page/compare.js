@@ -1,8 +1,8 @@
-// Whether an answer with speculation and one without are the same, token for token.
+// Whether an answer with speculation and one without are equal, token for token.
 
 import { quoted } from "./dom.js";
 
-/** Index of the first token in which two lists differ; -1 if one begins with the other. */
+/** Returns the index of the first token in which two lists differ; -1 if one list begins with the other. */
 export function parting(one, other) {
   const length = Math.min(one.length, other.length);
   for (let index = 0; index < length; index += 1) {
@@ -11,7 +11,7 @@ export function parting(one, other) {
   return -1;
 }
 
-/** {kind: "equal" | "parted" | "open", text, at}; `dtype` is the target's, `whole` says that both came to their ends. */
+/** Returns {kind: "equal" | "parted" | "open", text, at}; `dtype` is the target's, `whole`: both answers are complete. */
 export function verdict(withDrafts, without, { dtype, whole }) {
   const [one, other] = [withDrafts.tokens, without.tokens];
   const at = parting(one, other);
@@ -42,7 +42,7 @@ function why(dtype) {
   );
 }
 
-/** How much faster the first was, as a sentence; empty where nothing can be said. */
+/** Says in a sentence how much faster the first answer was; empty if its speed or the other's is unknown. */
 export function speedup(withDrafts, without, order) {
   if (!withDrafts.rate || !without.rate) return "";
   const times = (withDrafts.rate / without.rate).toFixed(2);

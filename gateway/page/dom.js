@@ -1,15 +1,15 @@
-// Elements. Text goes in as text, never as markup: what a model writes must not become part of the page.
+// Elements. Text is added as text, never as markup: what a model writes must not become part of the page.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** An HTML element with attributes and children; a child that is a string becomes text. */
+/** Makes an HTML element with attributes and children; a child that is a string becomes text. */
 export function element(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
 
-/** An SVG element, likewise. */
+/** Makes an SVG element, likewise. */
 export function shape(name, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, name), attributes, children);
 }
@@ -22,12 +22,12 @@ function filled(node, attributes, children) {
 
 const MOST_QUOTED = 40;
 
-/** A token's text in at most `limit` signs, so that it can be seen: spaces, breaks and emptiness have signs, too. */
+/** Returns a token's text in at most `limit` characters, with visible signs for spaces, breaks and the empty text. */
 export function visible(text, limit) {
   return shortened(breaksShown(text).replaceAll(" ", "␣"), limit) || "∅";
 }
 
-/** A token's text in quotes, for sentences. The token that ends an answer has none, and half a character neither. */
+/** Quotes a token's text for sentences. The token that ends an answer has no text, nor has part of a character. */
 export function quoted(text) {
   return text ? `“${shortened(breaksShown(text), MOST_QUOTED)}”` : "token without text";
 }
@@ -39,7 +39,7 @@ function shortened(text, limit) {
   return characters.length > limit ? `${characters.slice(0, limit - 1).join("")}…` : text;
 }
 
-/** Calls `work` once before the next paint, however often it is asked for. */
+/** Returns a function that calls `work` before the next paint: once, however often the function is called. */
 export function beforePaint(work) {
   let asked = false;
   return () => {
@@ -54,7 +54,7 @@ export function beforePaint(work) {
 
 const COPIED_MS = 2000;
 
-/** A button that copies what `text()` returns; `label` tells it to screen readers. */
+/** Makes a button that copies what `text()` returns; `label` describes it to screen readers. */
 export function copyButton(text, label) {
   const button = element("button", { type: "button", class: "quiet small", "aria-label": label }, "Copy");
   button.addEventListener("click", async () => {
@@ -69,7 +69,7 @@ export function copyButton(text, label) {
   return button;
 }
 
-/** Puts a text into the clipboard. Browsers have the newer way on safe origins alone. */
+/** Copies a text to the clipboard; resolves to whether it did. Browsers have the newer API only on secure origins. */
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// What drafters are called: two letters in a tree's nodes, words elsewhere.
+// Names of drafters: one or two letters in a tree's nodes, words elsewhere.
 
 const KNOWN = {
   ngram: ["N", "n-grams of this conversation"],
@@ -9,8 +9,8 @@ const KNOWN = {
   standalone: ["D", "draft model"],
 };
 
-/** The letters of a drafter in a node. */
+/** Returns the letters of a drafter for a node. */
 export const letters = (name) => KNOWN[name]?.[0] ?? name.slice(0, 2).toUpperCase();
 
-/** A drafter in words. */
+/** Returns a drafter's name in words. */
 export const inWords = (name) => KNOWN[name]?.[1] ?? name;

@@ -1,4 +1,4 @@
-// The page: what the user does, and what follows.
+// The page: handles what the user does.
 
 import { ApiError, chat, markdown, modelInfo, settings } from "./api.js";
 import { Answer, AnswerView } from "./answer.js";
@@ -10,10 +10,10 @@ import { load, save, saveMarks } from "./store.js";
 import { Watch } from "./watch.js";
 
 const RETRY_MS = 2000;
-const NEAR = 80; // pixels: so near to its end the conversation is kept in view as it grows
+const NEAR = 80; // pixels: if the view is this near to the conversation's end, it follows the end
 const END_SPACE = 20;
-const FOLDED = { characters: 600, lines: 8 }; // a question that is longer is folded
-// The default model answers them well at temperature 0 and comes to an end, and drafts are often right.
+const FOLDED = { characters: 600, lines: 8 }; // a longer question is folded
+// The default model answers these well and briefly at temperature 0, and drafts are often right.
 const EXAMPLES = [
   "Copy this text: The sun had set on a stormy night, and the lighthouse stood alone above the sea. Nobody had lit its lamp for seven years.",
   "Write a Python class for a stack with push, pop and peek.",
@@ -24,12 +24,12 @@ const EXAMPLES = [
 class Page {
   constructor() {
     this.model = null;
-    this.turns = []; // of the conversation, the one in the making too
+    this.turns = []; // of the conversation, including the one under way
     this.repeats = new Repeats();
-    this.running = null; // AbortController of the turn in the making
+    this.running = null; // AbortController of the turn under way
     this.left = false; // while the browser shows another page
-    this.near = null; // whether the end was in view when the frame began; null until that is asked
-    this.top = 0; // where it was scrolled to then: who scrolls up within the frame is not brought back
+    this.near = null; // whether the end was in view when the frame began; null until this is measured
+    this.top = 0; // the scroll position at that time: a user who scrolls up within the frame is not brought back
     this.follow = beforePaint(() => {
       if (this.near && scroller().scrollTop >= this.top) reveal(overhang());
       this.near = null;
@@ -60,7 +60,7 @@ class Page {
       byId("composer").requestSubmit();
     });
     document.addEventListener("keydown", (event) => {
-      // Within a composition the key is the input method's.
+      // During a composition the key belongs to the input method.
       if (event.key === "Escape" && !event.isComposing) this.running?.abort();
     });
     byId("stop").addEventListener("click", () => this.running?.abort());
@@ -70,14 +70,14 @@ class Page {
       this.windows.postMessage(null);
       focusQuestion();
     });
-    // The window that deleted the conversation keeps what is left of it.
+    // The window that deleted the conversation has stored the new state.
     this.windows.addEventListener("message", () => this.#clear());
     byId("key").addEventListener("change", () => this.#connect());
     byId("marks").addEventListener("change", () => {
       this.#mark();
       saveMarks(byId("marks").checked);
     });
-    // All else is kept already, and another window may have kept or deleted more since.
+    // Only a running turn is not kept yet. Without one, do not save: another window may have kept or deleted more since.
     window.addEventListener("pagehide", () => {
       this.left = true;
       if (this.running) this.#save();
@@ -117,7 +117,7 @@ class Page {
     save(this.turns.map((turn) => turn.saved()), byId("marks").checked);
   }
 
-  /** Learns which model is served; asks again until it is known. */
+  /** Asks which model is served, again and again until it is known. */
   async #connect() {
     const key = byId("key").value;
     try {
@@ -128,7 +128,7 @@ class Page {
       for (const turn of this.turns) if (!this.running) turn.settle();
     } catch (error) {
       this.#say(error.message);
-      // A wrong key stays wrong; everything else may pass.
+      // A wrong key stays wrong; any other error may pass.
       if (error.status !== 401) setTimeout(() => key === byId("key").value && this.#connect(), RETRY_MS);
     }
   }
@@ -139,14 +139,14 @@ class Page {
 
   #clear() {
     this.running?.abort();
-    this.near &&= false; // a frame that was asked for reveals nothing of the new conversation
+    this.near &&= false; // a frame that was requested before must not scroll the new conversation
     this.turns = [];
     byId("turns").replaceChildren(this.welcome);
     this.watch.follow(new Answer());
     this.speech.clear();
   }
 
-  /** A turn, not yet on the page. A comparison is shown as it was written, token by token. */
+  /** Makes a turn, not yet on the page. A comparison is shown without formatting, token by token. */
   #turn(question, compared) {
     const format = compared ? null : (text) => markdown(text, byId("key").value);
     const turn = new Turn(question, compared, { format, follow: (work) => this.#following(work) });
@@ -161,7 +161,7 @@ class Page {
     byId("turns").append(turn.node);
   }
 
-  /** The body of a request that goes on from `turns`, or null where a field is wrong, which the user is then told. */
+  /** Returns the body of a request that continues `turns`; if a field is wrong, tells the user and returns null. */
   #body(question, turns) {
     const form = byId("composer");
     byId("complaint").textContent = "";
@@ -181,7 +181,7 @@ class Page {
       temperature: byId("temperature").valueAsNumber,
       top_p: byId("top-p").valueAsNumber,
       max_tokens: byId("max-tokens").valueAsNumber,
-      // Both runs of a comparison need the same noise, so that it is drawn here.
+      // Both runs of a comparison need the same noise, so the seed is drawn here.
       seed: seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(seed),
     };
   }
@@ -202,15 +202,15 @@ class Page {
     } finally {
       this.#busy(null);
     }
-    if (!turn.node.isConnected) return; // a new chat was begun meanwhile
+    if (!turn.node.isConnected) return; // the user has begun a new chat meanwhile
     this.#following(() => turn.repeats(this.repeats.note(turn.drafted.answer)));
-    // A question without any answer can be asked again.
+    // After a question without an answer, put it back so that it can be asked again.
     if (!turn.drafted.answer.text) field.value ||= question;
-    // Leaving the page breaks an answer off; it is kept as that, not as failed.
+    // Leaving the page breaks off the answer; `pagehide` has saved it as such, so do not save it as failed.
     if (!this.left) this.#save();
   }
 
-  /** Asks the last question once more, in place of what was answered. */
+  /** Asks the last question once more, and replaces its answer. */
   #askAgain(turn) {
     if (this.running || !this.#body(turn.question, [])) return;
     this.turns = this.turns.filter((other) => other !== turn);
@@ -223,12 +223,12 @@ class Page {
     this.running = running;
     byId("send").disabled = Boolean(running);
     byId("stop").disabled = !running;
-    // A disabled button loses the focus to nowhere.
+    // When a button is disabled, it loses the focus, and nothing else gets it.
     if (!running && [document.body, byId("stop")].includes(document.activeElement)) focusQuestion();
   }
 
   async #answer(turn, asked) {
-    // What is compared computes its whole prompt both times: what a cache lacks of one may be rounded otherwise.
+    // Both runs of a comparison compute the whole prompt: with different parts from the cache, they may round differently.
     const body = turn.plain ? { ...asked, skip_prefix_cache: true } : asked;
     this.watch.follow(turn.drafted.answer);
     const first = () => this.#run(turn.drafted, body, true);
@@ -254,7 +254,7 @@ class Page {
 
   /** Streams one answer. Returns whether it came to its end. */
   async #run(view, body, watched) {
-    // Of an answer that a new chat removed nothing more is read aloud.
+    // An answer that a new chat has removed is not read aloud any more.
     const heard = () => watched && view.node.isConnected;
     try {
       for await (const chunk of chat(body, byId("key").value, this.running.signal)) {
@@ -286,7 +286,7 @@ class Page {
     }
   }
 
-  /** Does `work`, and keeps the end of the conversation in view if it was. Asking where that is costs a layout: once a frame. */
+  /** Does `work`, and keeps the end of the conversation in view if it was. Measures once a frame, since that costs a layout. */
   #following(work) {
     if (this.near === null) {
       this.near = overhang() < NEAR;
@@ -297,24 +297,24 @@ class Page {
   }
 }
 
-/** The composer is always in view: browsers of phones would scroll to where it stands at the end of the page. */
+/** Focuses the question without scrolling: it is always in view, but phones would scroll to its place at the page's end. */
 function focusQuestion() {
   byId("question").focus({ preventScroll: true });
 }
 
-/** How far the conversation reaches below the composer's upper edge, in pixels; less than 0 while there is room. */
+/** Returns how far the conversation reaches below the composer's upper edge, in pixels; below 0 while there is room. */
 function overhang() {
   const last = byId("turns").lastElementChild;
   return last ? last.getBoundingClientRect().bottom - byId("composer").getBoundingClientRect().top : 0;
 }
 
-/** What is scrolled: the conversation, in narrow windows the whole page. */
+/** Returns the element that scrolls: the conversation or, in narrow windows, the whole page. */
 function scroller() {
   const box = byId("turns");
   return getComputedStyle(box).overflowY === "auto" ? box : document.scrollingElement;
 }
 
-/** Scrolls the conversation up. */
+/** Scrolls the conversation up by this many pixels and END_SPACE, if there are any. */
 function reveal(pixels) {
   if (pixels > 0) scroller().scrollBy(0, pixels + END_SPACE);
 }
@@ -336,20 +336,20 @@ class Turn {
     this.node.append(this.result);
   }
 
-  /** What was said, for the next question to go on from; nothing where there was no answer. */
+  /** Returns the turn's messages, which the next question continues; none if there was no answer. */
   messages() {
     const { text } = this.drafted.answer;
     return text ? [{ role: "user", content: this.question }, { role: "assistant", content: text }] : [];
   }
 
-  /** Calls `again()` where the question is to be asked once more. The last turn alone shows the button. */
+  /** Adds a button that calls `again()`, to ask the question once more. Only the last turn shows it. */
   onRetry(again) {
     const button = element("button", { type: "button", class: "quiet small retry", "aria-label": "Retry this question" }, "Retry");
     button.addEventListener("click", again);
     this.drafted.actions.append(button);
   }
 
-  /** Tells that the answer repeats earlier ones, unless `note` is empty. */
+  /** Shows the note that the answer repeats earlier ones; it may be empty. */
   repeats(note) {
     this.repeated.textContent = note;
   }
@@ -359,7 +359,7 @@ class Turn {
     for (const view of this.views) view.settle();
   }
 
-  /** What is kept of it. */
+  /** Returns what to keep of the turn. */
   saved() {
     return {
       question: this.question,
@@ -369,7 +369,7 @@ class Turn {
     };
   }
 
-  /** Shows what was kept. */
+  /** Shows what was kept of a turn. */
   restore({ answers, repeated, verdict: judged }) {
     this.views.forEach((view, index) => view.restore(answers[index]));
     this.repeats(repeated);
@@ -377,7 +377,7 @@ class Turn {
     else if (this.result) this.result.textContent = "Nothing was compared.";
   }
 
-  /** Calls `show(answer, round)` where a token is clicked. The buttons beside the trees do the same by keyboard. */
+  /** Calls `show(answer, round)` when a token is clicked. The buttons beside the trees do the same by keyboard. */
   onRound(show) {
     for (const view of this.views) {
       view.text.addEventListener("click", (event) => {
@@ -387,7 +387,7 @@ class Turn {
     }
   }
 
-  /** Says that there was no second answer. */
+  /** Says that the second answer was not asked for. */
   leaveOut() {
     this.plain.note.textContent = "not asked";
     this.result.textContent = "Nothing was compared: the first answer did not come to its end.";
@@ -405,7 +405,7 @@ class Turn {
   }
 }
 
-/** The elements of a question; a long one is folded, and a button shows the rest. */
+/** Makes the elements of a question; a long one is folded, and a button shows the rest. */
 function asked(question) {
   const text = element("p", { class: "question", dir: "auto" }, question);
   if (question.length <= FOLDED.characters && question.split("\n").length <= FOLDED.lines) return [text];

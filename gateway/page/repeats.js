@@ -1,7 +1,7 @@
-// Whether an answer repeats earlier ones: n-grams guess those well, so its speed says little of new text.
+// Whether an answer repeats earlier ones: n-grams guess it well then, so its speed says little about new text.
 
 const RUN = 8; // tokens in a row that an earlier answer must have
-const FEWEST = 16; // repeated tokens that are worth a note
+const FEWEST = 16; // this many repeated tokens are worth a note
 const SHARE = 1 / 3;
 const MOST_RUNS = 100_000;
 
@@ -10,11 +10,11 @@ export class Repeats {
     this.runs = new Set();
   }
 
-  /** A note on an answer, empty where there is nothing to say. The answer is an earlier one to those that follow. */
+  /** Returns a note on an answer, empty if there is nothing to say. Later answers are compared with this one, too. */
   note(answer) {
     const ids = answer.tokens.map((token) => token.id);
     const runs = ids.slice(RUN - 1).map((_, begin) => ids.slice(begin, begin + RUN).join());
-    // Guesses from other conversations' answers are known by their drafter alone; it knows this one's beginning, too.
+    // Only the drafter shows that a guess is from another conversation, but that drafter knows this answer's beginning, too.
     const repeated = answer.tokens.map((token) => token.drafter === "ngram_shared");
     const own = new Set();
     runs.forEach((run, begin) => {

@@ -1,10 +1,10 @@
-// What is read aloud: whole sentences instead of tokens, which would be stammering.
+// Text for screen readers to read aloud: whole sentences, since single tokens would sound like stammering.
 
 import { byId, element } from "./dom.js";
 
-// White space ends a sentence, but for Chinese and Japanese, which have none: there the next sign does.
+// A sentence ends with white space. Chinese and Japanese have none: there it ends before the next character.
 const SENTENCE = /^[\s\S]*?(?:[.!?:؟।]["\p{Pe}\p{Pf}]*\s+|[。！？]["\p{Pe}\p{Pf}]*(?=[^。！？"\p{Pe}\p{Pf}])|\n)/u;
-const MARKDOWN = /^#+ +|\*\*|`+/gm; // signs that are not read aloud
+const MARKDOWN = /^#+ +|\*\*|`+/gm; // marks that are not read aloud
 const KEPT = 20;
 
 export class Speech {
@@ -13,7 +13,7 @@ export class Speech {
     this.pending = "";
   }
 
-  /** Adds text of an answer; complete sentences are said. */
+  /** Adds text of an answer; says the sentences that are complete. */
   write(text) {
     this.pending += text;
     let match;
@@ -23,7 +23,7 @@ export class Speech {
     }
   }
 
-  /** Forgets what was said and what was to be. */
+  /** Forgets what was said and what is still to be said. */
   clear() {
     this.region.replaceChildren();
     this.pending = "";

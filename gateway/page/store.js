@@ -1,28 +1,28 @@
-// The conversation, kept by the browser so that it survives a reload. Never a key.
+// The conversation, which the browser keeps so that it survives a reload. API keys are never kept.
 
 const NAME = "outrider.conversation";
 const VERSION = 1;
 const MOST = 1_000_000; // characters
 
-/** What was kept: {turns, marks}; turns as Turn.saved has them. */
+/** Returns the kept conversation, {turns, marks}; turns have the form of Turn.saved. */
 export function load() {
   try {
     const kept = JSON.parse(localStorage.getItem(NAME));
     if (kept?.version === VERSION && Array.isArray(kept.turns)) return kept;
   } catch {
-    // No storage here, or nothing that can be read: begin anew.
+    // There is no storage, or its content cannot be read: begin anew.
   }
   return { turns: [], marks: true };
 }
 
-/** Keeps turns. What is too much goes: turns too large by themselves, then the oldest; tokens and trees before whole turns. */
+/** Keeps turns up to MOST. Drops from those too large by themselves, then from the oldest: first traces, then whole turns. */
 export function save(turns, marks) {
   const written = (some) => JSON.stringify({ version: VERSION, turns: some, marks });
   const fits = (turn) => written([turn]).length <= MOST;
   let kept = turns;
   let text = written(kept);
   if (text.length > MOST) {
-    // One that never fits would drive out all the older ones.
+    // A turn that never fits would drive out all the older ones.
     kept = kept.map((turn) => (fits(turn) ? turn : withoutTraces(turn))).filter(fits);
     text = written(kept);
   }
@@ -37,11 +37,11 @@ export function save(turns, marks) {
   try {
     localStorage.setItem(NAME, text);
   } catch {
-    // Full, or turned off: the conversation lasts as long as the page.
+    // The storage is full or turned off: the conversation lasts as long as the page.
   }
 }
 
-/** Keeps the switch of marks alone: the turns may be those of another window. */
+/** Keeps only whether tokens are marked, with the turns that are kept: another window may have changed those. */
 export const saveMarks = (marks) => save(load().turns, marks);
 
 const withoutTraces = (turn) => ({

@@ -1,16 +1,16 @@
-// The tree of a round: which nodes are drawn, where, and the same in words.
+// The tree of a round: which nodes are drawn and where, and the tree in words.
 
 import { inWords, letters } from "./drafters.js";
 import { element, quoted, shape, visible } from "./dom.js";
 
 const MOST_NODES = 24;
-const MOST_SIGNS = 12; // of a token's text in a box
-const SIGN = 6.8; // pixels: the width of a sign in page.css's font of the boxes
+const MOST_SIGNS = 12; // characters of a token's text in a box
+const SIGN = 6.8; // pixels: the width of a character in the font that page.css gives the boxes
 const BOX = { height: 22, padding: 7, least: 30, letter: 6 };
 const STEP = { x: 18, y: 29 }; // between boxes; from row to row
 const MARGIN = 4;
 
-/** The root of a round's tree; a node is {text, state, drafter, chance, children}. */
+/** Returns the root of a round's tree; a node is {text, state, drafter, chance, children}. */
 export function grown(round) {
   const accepted = new Set(round.accepted);
   const nodes = round.parents.map((parent, index) => ({
@@ -22,7 +22,7 @@ export function grown(round) {
     chance: Math.exp(round.scores[index]),
     children: [],
   }));
-  // A path's score is the sum of its edges'. Nodes are parents first.
+  // A path's score is the sum of its edges' scores. Parents come before their children.
   for (const node of nodes) node.path = round.scores[node.index] + (nodes[node.parent]?.path ?? 0);
   const root = { text: round.root, state: "root", drafter: null, children: [], numHidden: 0 };
   const kept = likeliest(nodes);
@@ -36,7 +36,7 @@ export function grown(round) {
   return root;
 }
 
-/** At most so many nodes as can be looked at: the accepted ones, then the likeliest. Parents come with children. */
+/** Picks at most MOST_NODES nodes, more only if accepted: those first, then the likeliest. A node comes with its parents. */
 function likeliest(nodes) {
   if (nodes.length <= MOST_NODES) return nodes;
   const ranked = [...nodes].sort((a, b) => (b.state === "accepted") - (a.state === "accepted") || b.path - a.path);
@@ -49,17 +49,17 @@ function likeliest(nodes) {
   return nodes.filter((node) => kept.has(node));
 }
 
-/** What was committed comes first, so that it runs along the top. */
+/** Sorts children: the committed one comes first, so that the committed path runs along the top. */
 function order(node) {
   const rank = { accepted: 0, bonus: 0, rejected: 1 };
   node.children.sort((a, b) => rank[a.state] - rank[b.state] || (b.chance ?? 0) - (a.chance ?? 0));
   node.children.forEach(order);
 }
 
-/** Places of all nodes: a column for each depth, a row for each leaf. Returns {nodes: [{node, parent, x, y, width}], width, height}. */
+/** Places nodes: a column for each depth, a row for each leaf. Returns {nodes: [{node, parent, x, y, width}], width, height}. */
 function placed(root) {
   const nodes = [];
-  const columns = []; // their widths: those of their widest boxes
+  const columns = []; // the width of each column, that of its widest box
   let rows = 0;
   const place = (node, parent, depth) => {
     const item = { node, parent, depth, y: MARGIN + rows * STEP.y };
@@ -79,7 +79,7 @@ function boxWidth(node) {
   return Array.from(label(node)).length * SIGN + 2 * BOX.padding + (node.drafter ? (letters(node.drafter).length + 1) * BOX.letter : 0);
 }
 
-/** The drawing and its caption, as a figure. */
+/** Returns the drawing of a round's tree and its caption, as a figure. */
 export function drawn(round) {
   const root = grown(round);
   const { nodes, width, height } = placed(root);
@@ -101,7 +101,7 @@ function edge({ node, parent, x, y }) {
 
 const SIGNS = { accepted: "✓", bonus: "+", root: "", rejected: "" };
 
-/** What stands in a node's box. */
+/** Returns the text in a node's box. */
 function label(node) {
   if (node.state === "root" && node.text === null) return "prompt";
   return SIGNS[node.state] + visible(node.text, MOST_SIGNS);
@@ -121,7 +121,7 @@ function told(node) {
   return `${quoted(node.text)}, ${node.state}, guessed by ${inWords(node.drafter)} at ${(100 * node.chance).toFixed(0)} %`;
 }
 
-/** A round in a sentence. */
+/** Describes a round in a sentence. */
 export function summary(round) {
   const all = round.parents.length;
   const own = round.bonus ? `the model's own ${quoted(round.bonus.text)}` : "nothing of the model's own";
@@ -129,7 +129,7 @@ export function summary(round) {
   return `Round ${round.number}: ${round.accepted.length} of ${all} guesses accepted, then ${own}`;
 }
 
-/** The tree as nested lists. */
+/** Returns the tree as nested lists. */
 export function asText(round) {
   const list = (nodes) => {
     const items = nodes.map((node) => element("li", {}, told(node), ...(node.children.length ? [list(node.children)] : [])));

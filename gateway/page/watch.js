@@ -6,9 +6,9 @@ import { beforePaint, byId, element, shape } from "./dom.js";
 
 const TREES = 3;
 const BARS = 60;
-const FEWEST = 20; // so many have room before a chart grows denser
+const FEWEST = 20; // a chart has room for this many before it grows denser
 const HEIGHT = 48;
-const CLIP = 2.5; // times the median: what is faster is a spike, of pieces that came at once, and would flatten the rest
+const CLIP = 2.5; // times the median: faster rates are spikes, from pieces that came at once, and would flatten the rest
 
 export class Watch {
   constructor() {
@@ -22,7 +22,7 @@ export class Watch {
     byId("as-text").addEventListener("toggle", () => this.refresh());
   }
 
-  /** Watches another answer. */
+  /** Starts to watch another answer. */
   follow(answer) {
     this.answer = answer;
     this.rates = [];
@@ -81,7 +81,7 @@ export class Watch {
     byId("newer").disabled = byId("live").disabled = this.selected === null;
   }
 
-  /** Draws what is not drawn yet; figures of other rounds go. */
+  /** Draws rounds that are not drawn yet, and removes those that are no longer shown. */
   #trees() {
     const last = this.#last();
     const wanted = [];
@@ -95,7 +95,7 @@ export class Watch {
   }
 }
 
-/** A bar for each round: accepted tokens, and the model's own on top. */
+/** Draws a bar for each round: accepted tokens, and the model's own on top. */
 function bars(svg, rounds) {
   const most = Math.max(0, ...rounds.map((round) => round.committed));
   const width = measured(svg) / Math.max(FEWEST, rounds.length);
@@ -117,7 +117,7 @@ function bars(svg, rounds) {
   tellMost(svg, most);
 }
 
-/** The rate over time. Spikes are cut at the chart's upper edge, where a dot stands for each. */
+/** Draws the rate over time. Spikes are cut near the chart's upper edge and marked with dots. */
 export function line(svg, rates) {
   const known = rates.filter((rate) => rate > 0);
   const most = Math.max(0, ...known);
@@ -134,7 +134,7 @@ export function line(svg, rates) {
   tellMost(svg, Math.round(most), spikes.length ? `, cut at ${Math.round(top)}` : "");
 }
 
-/** The width of a chart, in whose pixels it is drawn. */
+/** Returns the width of a chart in pixels, and makes pixels its unit. */
 function measured(svg) {
   const width = svg.clientWidth || 240;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
