@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """Guesses ahead. Arrays on the speculation stream are little-endian bytes: they are read in place.
+    """Guesses what the target will commit. Arrays on the speculation stream are little-endian bytes, read in place.
     """
 
     def __init__(self, channel):
@@ -53,18 +53,18 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """Guesses ahead. Arrays on the speculation stream are little-endian bytes: they are read in place.
+    """Guesses what the target will commit. Arrays on the speculation stream are little-endian bytes, read in place.
     """
 
     def Speculate(self, request_iterator, context):
-        """The speculation stream: one for each pair of verify replica and draft replica, for all requests.
+        """The speculation stream: one for each pair of a verify replica and a draft replica, for all requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Features(self, request_iterator, context):
-        """The target's features for a session whose drafter takes them, apart so that they never block a commit.
+        """The target's features for a session whose drafter takes them; a separate stream, so that they never block a commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """Guesses ahead. Arrays on the speculation stream are little-endian bytes: they are read in place.
+    """Guesses what the target will commit. Arrays on the speculation stream are little-endian bytes, read in place.
     """
 
     @staticmethod

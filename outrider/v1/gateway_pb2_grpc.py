@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayServiceStub:
-    """The client's door.
+    """The service that clients call.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class GatewayServiceStub:
 
 
 class GatewayServiceServicer:
-    """The client's door.
+    """The service that clients call.
     """
 
     def Generate(self, request, context):
@@ -87,7 +87,7 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
-    """The client's door.
+    """The service that clients call.
     """
 
     @staticmethod

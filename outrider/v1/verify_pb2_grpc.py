@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifyServiceStub:
-    """Holds the target model and its KV cache, and owns the truth.
+    """Holds the target model and its KV cache, and alone decides which tokens are committed.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class VerifyServiceStub:
 
 
 class VerifyServiceServicer:
-    """Holds the target model and its KV cache, and owns the truth.
+    """Holds the target model and its KV cache, and alone decides which tokens are committed.
     """
 
     def Generate(self, request, context):
@@ -104,7 +104,7 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService:
-    """Holds the target model and its KV cache, and owns the truth.
+    """Holds the target model and its KV cache, and alone decides which tokens are committed.
     """
 
     @staticmethod
