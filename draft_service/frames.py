@@ -96,7 +96,7 @@ class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     commits: dict[Outcome, int] = {}
     declines: dict[DeclineReason, int] = {}
     dropped: dict[str, int] = {}
-    """Messages by reason."""
+    """Dropped messages by reason."""
     bursts: dict[str, float] = {}
     """Figures of bursts by name."""
     slices: list[int] = []

@@ -72,7 +72,7 @@ class VerifyLines:
         """Sessions without a line, by the token that names them."""
         self._unnamed: dict[_VerifyLine, _UnnamedLine] = {}
         self._lines: dict[int, _VerifyLine] = {}
-        """By session."""
+        """Lines by session."""
         self._released: dict[int, int] = {}
         """By session, the number of the last released features that verify has not been told of."""
         if listener is not None:

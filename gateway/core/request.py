@@ -302,9 +302,9 @@ class RequestMessage(StrictModel):
     reasoning_content: Text | None = None
     """What an assistant thought before it said this."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Of an assistant's message."""
+    """The calls in an assistant's message."""
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
-    """Of a tool's message: the call that it answers."""
+    """The call that a tool's message answers."""
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> Self:
@@ -321,7 +321,7 @@ class Chat(PromptEnd):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none", "required"] = "auto"
     tool_name: str | None = None
-    """The tool that must be called, if it is one; goes with "required"."""
+    """The one tool that must be called, if any; goes with "required"."""
     parallel_tool_calls: bool = True
     """Whether an answer may hold several calls."""
 

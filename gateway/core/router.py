@@ -112,7 +112,7 @@ class Replica:
         except OutriderError as error:
             self.state = ReplicaState.UNSUITABLE
             return error.message
-        except Exception as error:  # a surprise must not end the watch
+        except Exception as error:  # an unexpected error must not end `follow`
             _logger.error("verify %s: taking over its model failed", self.address, exc_info=error)
             self.state = ReplicaState.UNSUITABLE
             return "internal error"

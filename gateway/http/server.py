@@ -132,7 +132,7 @@ class _HttpConnection(H11Protocol):
 
     idle            between requests, or before the first: uvicorn's keep-alive, or until another one needs the place
     in a request    from its whole head to its whole answer: bounded by the application
-    late            part of a head is here, or part of a body that nobody reads any more: `header_seconds`
+    late            part of a head has come, or part of a body that is no longer read: `header_seconds`
     unread          the client does not read an answer that waits for it: `stall_seconds` without progress
 
     During a request the client may close its sending side, as `nc -N` does, and still gets its answer. A client that

@@ -182,7 +182,7 @@ def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> di
 
 
 class StreamOptions(StrictModel):
-    """What a stream holds besides the text."""
+    """What a stream tells besides the text."""
 
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")

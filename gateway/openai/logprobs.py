@@ -55,7 +55,7 @@ class PromptLogprob(Body):
 
 
 PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
-"""An entry for each of the prompt's tokens, by token id; None for the first, which nothing comes before."""
+"""An entry for each token of the prompt, by token id; None for the first, which has no token before it."""
 
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> ChatLogprobs | None:
