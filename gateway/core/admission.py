@@ -227,7 +227,7 @@ def _tokenize(text: str, model: GatewayModel, field: str, *, add_special_tokens:
     if len(text) > context_length * tokenizer.longest_token or tokenizer.is_longer(text, 2 * context_length):
         raise ContextLengthError(
             field,
-            f"{_longest(context_length)}, and {len(text)} characters cannot fit it",
+            f"{_limit_text(context_length)}, and {len(text)} characters cannot fit it",
             "send a shorter prompt",
         )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -244,7 +244,7 @@ def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, f
     )
 
 
-def _longest(context_length: int) -> str:
+def _limit_text(context_length: int) -> str:
     """Return OpenAI's old wording, by which clients recognize an overflow, or find the limit."""
     return f"this model's maximum context length is {context_length} tokens"
 
@@ -256,13 +256,13 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
     if room < 1:
         raise ContextLengthError(
             prompt_field,
-            f"{_longest(context_length)}, and {num_prompt} leave no room for an answer",
+            f"{_limit_text(context_length)}, and {num_prompt} leave no room for an answer",
             f"send at most {context_length - 1} tokens",
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthError(
             "max_tokens",
-            f"{_longest(context_length)}, and {num_prompt} of the prompt and {max_tokens} to generate exceed it",
+            f"{_limit_text(context_length)}, and {num_prompt} of the prompt and {max_tokens} to generate exceed it",
             f"send at most {room} here, or a shorter prompt",
         )
     limits = (room, max_tokens or request.default_max_tokens, model.defaults.get("max_tokens"))
