@@ -56,7 +56,7 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     calls = _tool_calls(request, model)
     prompt_field, prompt, text = await _prompt(request, model, calls)
     # Checked first, so that no more work is done on a prompt that is much too long.
-    max_tokens = _fit(len(prompt), request, model, prompt_field)
+    max_tokens = _output_limit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
     is_forced = calls is not None and calls.forced
     splits = request.separate_reasoning and request.chat is not None and not is_forced
@@ -249,7 +249,7 @@ def _limit_text(context_length: int) -> str:
     return f"this model's maximum context length is {context_length} tokens"
 
 
-def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str) -> int:
+def _output_limit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str) -> int:
     """Return the most tokens of an answer. Raises ContextLengthError."""
     max_tokens, context_length = request.max_tokens, model.context_length
     room = context_length - num_prompt
