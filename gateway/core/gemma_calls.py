@@ -180,7 +180,7 @@ class _Writer:
         self._embedded = embedded
         self._size = 0
         """Size of the expressions for values in JSON."""
-        self._in_place: dict[str, str] = {}
+        self._json_rules: dict[str, str] = {}
         """The rule of each schema whose values are in JSON."""
         self._references: dict[str, str] = {}
         """The rule of each reference."""
@@ -247,8 +247,8 @@ class _Writer:
 
     def _in_json(self, schema: Any) -> str:
         text = json.dumps(schema)
-        if text in self._in_place:
-            return self._in_place[text]
+        if text in self._json_rules:
+            return self._json_rules[text]
         written: dict[str, Any] = schema if isinstance(schema, dict) else {"allOf": [schema]}
         # Definitions may be long, and are rarely needed.
         shared = {key: value for key, value in self._definitions.items() if key != "$defs" or _REFERENCE in text}
@@ -260,8 +260,8 @@ class _Writer:
                 f"their grammar is over the limit of {MAX_SOURCE_BYTES} bytes",
                 "send fewer or shorter ones",
             )
-        self._in_place[text] = self._rule(made)
-        return self._in_place[text]
+        self._json_rules[text] = self._rule(made)
+        return self._json_rules[text]
 
     def _rule(self, expression: str) -> str:
         """Add a rule for an expression that may be used in more than one place. Return its name."""
