@@ -74,7 +74,7 @@ class Replica:
             address, max_message_bytes=max_message_bytes, auth_token=auth_token, tls=tls, option="--verify"
         )
         self._stub = VerifyServiceStub(self._channel)
-        self._look_now = asyncio.Event()
+        self._probe_now = asyncio.Event()
         """Set by a call that failed, to check at once whether the replica is still there."""
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
@@ -85,7 +85,7 @@ class Replica:
         pause, silent_until, last = _RETRY_SECONDS, 0.0, ""
         clock = asyncio.get_running_loop().time
         while True:
-            problem = await self._look(accept)
+            problem = await self._probe(accept)
             if problem:
                 pause = min(pause * 2, _MAX_RETRY_SECONDS)
                 if problem != last or clock() >= silent_until:
@@ -94,12 +94,12 @@ class Replica:
             else:
                 pause = _RETRY_SECONDS
             last = problem
-            self._look_now.clear()
+            self._probe_now.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause if problem else self._probe_seconds):
-                    await self._look_now.wait()
+                    await self._probe_now.wait()
 
-    async def _look(self, accept: Accept) -> str:
+    async def _probe(self, accept: Accept) -> str:
         """Ask the replica once and set the state. Return what is wrong, empty if nothing is."""
         try:
             told = await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
@@ -154,7 +154,7 @@ class Replica:
             if isinstance(told, UnavailableError | InternalError):
                 _logger.info("verify %s failed a call: %s", self.address, error.details())
             if isinstance(told, UnavailableError):
-                self._look_now.set()
+                self._probe_now.set()
             raise told from None
         except asyncio.CancelledError:
             # A call that `end_answers` has cancelled raises it, too. Then the task goes on, and its client is told.
@@ -167,7 +167,7 @@ class Replica:
             if not self.calls:
                 self._idle.set()
             call.cancel()
-        self._look_now.set()
+        self._probe_now.set()
         raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
 
     def end_answers(self) -> None:
