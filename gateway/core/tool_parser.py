@@ -384,7 +384,7 @@ class ToolCallParser:
             in_json = name and not self._form.quote
             for one in f'{{"name": {json.dumps(name)}, "arguments": {{' if in_json else character:
                 self._reader.read(one)
-            self._look()
+            self._report_found()
         elif character == "\n" or len(self._name) > _MAX_NAME:
             self._give_up()
         else:
@@ -394,9 +394,9 @@ class ToolCallParser:
         if not self._begun:
             self._raw.append(character)
         self._reader.read(character)
-        self._look()
+        self._report_found()
 
-    def _look(self) -> None:
+    def _report_found(self) -> None:
         """Report what the reader has found so far."""
         reader = self._reader
         if self._name and reader.has_arguments:
