@@ -67,7 +67,7 @@ class CompletionRequest(OpenAIRequest):
     Default n."""
 
     @model_validator(mode="after")
-    def _no_tokens_need_a_prompt_that_is_told(self) -> CompletionRequest:
+    def _zero_tokens_need_prompt_output(self) -> CompletionRequest:
         if self.limit == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError(
                 self.limit_field,
