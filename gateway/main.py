@@ -38,7 +38,7 @@ _READINESS_SECONDS = 0.05
 """Time between two checks whether the gateway is ready."""
 _FAREWELL_SECONDS = 1.0
 """How long calls may still arrive from clients that do not know yet that the gateway is shutting down."""
-_LAST_WORDS_SECONDS = 1.0
+_CANCEL_GRACE_SECONDS = 1.0
 """How long clients whose answers are cancelled have to read the error that says so."""
 
 
@@ -156,7 +156,7 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     gateway.gate.draining = True
     server.set_serving(False)
     _logger.info("draining for at most %g s; requests: %d", seconds, gateway.gate.num_requests)
-    leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))
+    leaving = asyncio.create_task(server.stop(seconds + _CANCEL_GRACE_SECONDS))
     # Calls that were already on their way are still served. Without connections this ends at once.
     clock = asyncio.get_running_loop().time
     began = clock()
@@ -164,6 +164,6 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     if not await gateway.gate.drain(max(0.0, began + seconds - clock())):
         _logger.warning("the time to drain is over; requests cancelled: %d", gateway.gate.num_requests)
         gateway.router.end_answers()
-        await gateway.gate.drain(_LAST_WORDS_SECONDS)
+        await gateway.gate.drain(_CANCEL_GRACE_SECONDS)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
