@@ -46,7 +46,7 @@ _LOOK_SECONDS = 0.1
 _REPEAT_LOG_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
 """How long running requests have to end when a server stops."""
-_END_LOOK_SECONDS = 0.01
+_END_POLL_SECONDS = 0.01
 """Time between two checks whether they have ended."""
 _IPV6_PREFIX_BITS = 64
 """Bits of an IPv6 address that tell clients apart: whoever has one address has all with the same prefix."""
@@ -381,7 +381,7 @@ class HttpServer:
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
                 while state.connections or state.tasks:
-                    await asyncio.sleep(_END_LOOK_SECONDS)
+                    await asyncio.sleep(_END_POLL_SECONDS)
                 await self._server.wait_closed()
         except TimeoutError:
             if state.tasks:  # otherwise only clients are left that do not take the end of their connections
