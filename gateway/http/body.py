@@ -26,7 +26,7 @@ _DISCARD_FACTOR = 8
 """A body of up to this many times the limit is read to its end, so that the client gets to read the error."""
 _MAX_BODIES = 32
 """This many bodies of the greatest length may be in memory at once."""
-_FREE_BYTES = 1 << 16
+_UNCOUNTED_BYTES = 1 << 16
 """The first bytes of each body are not counted, so that large bodies never shut out a client with a small one."""
 _MAX_CONTAINERS = 1 << 16
 """Most lists and objects in a body: 4096 messages of some parts each, or a large schema."""
@@ -44,7 +44,7 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._num_counted: Counter[Request] = Counter()
-        """Bytes of each body in memory, without the first `_FREE_BYTES`."""
+        """Bytes of each body in memory, without the first `_UNCOUNTED_BYTES`."""
         self._one_large = asyncio.Lock()
 
     @asynccontextmanager
@@ -112,7 +112,7 @@ class BodyReader:
 
     def _count(self, request: Request, length: int) -> None:
         """Count the bytes that the body of a request takes now. Raises OverloadedError."""
-        num_bytes = max(0, length - _FREE_BYTES)
+        num_bytes = max(0, length - _UNCOUNTED_BYTES)
         change = num_bytes - self._num_counted[request]
         most = self._max_bytes * _MAX_BODIES
         if change > 0 and self._num_counted.total() + change > most:
