@@ -124,7 +124,7 @@ class FeatureStreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """door -> engine: send the bytes of the drafter's projection from `offset` on, as `ProjectionAnswer`."""
+    """door -> engine: send the part of the drafter's projection at `offset`; `ProjectionAnswer` is the answer."""
 
     session: int
     offset: int

@@ -37,8 +37,7 @@ _MAX_RETRY_SECONDS = 2.0
 _REPEAT_LOG_SECONDS = 30.0
 _MAX_LOAD_RATIO = 1.5
 _MAX_EXTRA_ANSWERS = 4
-"""The preferred replica may have at most _MAX_LOAD_RATIO times the answers of the least loaded one, and this many more.
-"""
+"""The preferred replica may have _MAX_LOAD_RATIO times the answers of the least loaded one, and this many more."""
 
 
 class ReplicaState(Enum):

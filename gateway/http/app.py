@@ -49,7 +49,7 @@ class RestApp:
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
         self._strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
-        """About requests that are not let in: anybody can send those, and must not fill the log."""
+        """Throttled warnings about refused requests: anybody can send those, and must not fill the log."""
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -141,7 +141,7 @@ class RestApp:
 
 
 def _check_framing(headers: Headers) -> None:
-    """Refuse a request that a proxy may have ended elsewhere, and close (RFC 9112, 6.1). Raises HttpError."""
+    """Refuse a request whose end a proxy may see elsewhere, and close (RFC 9112, 6.1). Raises HttpError."""
     if "content-length" in headers and "transfer-encoding" in headers:
         problem = "content-length and transfer-encoding are both there; send one of them"
         raise HttpError(400, problem, "invalid_http", {"connection": "close"})

@@ -36,18 +36,18 @@ _logger = get_logger(__name__)
 _BACKLOG = 2048
 _IDLE_SECONDS = 75
 """Time until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): otherwise
-they may send a request while this side closes, and they send one that is no GET only once."""
+they may send a request while this side closes, and they do not resend one that is not a GET."""
 _MAX_HEAD_BYTES = 65536
 """Limit of a request's line and headers while they are incomplete."""
 _MAX_HEAD_LINES = 256
-"""Limit of their lines: parsing a line takes over a microsecond, before any key is checked."""
+"""Most lines of a request's head: parsing a line takes over a microsecond, before any key is checked."""
 _LOOK_SECONDS = 0.1
 """Time between two checks whether a client that has stopped sending is still there."""
 _REPEAT_LOG_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
 """How long running requests have to end when a server stops."""
 _END_POLL_SECONDS = 0.01
-"""Time between two checks whether they have ended."""
+"""Time between two checks whether running requests have ended."""
 _IPV6_PREFIX_BITS = 64
 """Bits of an IPv6 address that tell clients apart: whoever has one address has all with the same prefix."""
 
@@ -61,7 +61,7 @@ class Connections:
         self.on_refused: Callable[[OutriderError], None] = lambda error: None
         """Called with the error of each connection that is refused."""
         self.refusals = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
-        """About data that is not HTTP: anybody can send that, and must not fill the log."""
+        """Throttled warnings about data that is not HTTP: anybody can send that, and must not fill the log."""
         self._full = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
         self.max_open = options.max_connections
         self.max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
@@ -395,7 +395,7 @@ _ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?([^/@]+)(/.*)?", re.IGNORECA
 
 
 def _origin_form(app: ASGIApp) -> ASGIApp:
-    """Return `app`, made to serve also requests whose target is a whole URL, as proxies send them (RFC 9112, 3.2.2).
+    """Wrap `app` to also serve requests whose target is a whole URL, as proxies send them (RFC 9112, 3.2.2).
 
     The host of the URL then replaces the Host header.
     """

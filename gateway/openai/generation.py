@@ -342,7 +342,7 @@ class GenerationRoute:
                     await self._send_stream(deltas, builder, hold, send)
                     return
                 whole = await self._whole(deltas, builder, hold)
-                # The client may read as slowly as it likes: the answer stays in memory, but gives its place up.
+                # The client may read as slowly as it likes: the answer stays in memory, but gives up its place.
                 place.close()
                 await send_json(send, whole)
 

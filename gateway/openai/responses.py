@@ -162,7 +162,7 @@ class _Item:
 
 _ID_PREFIXES: dict[ItemKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _CONTENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
-"""Names that the events of an item's content begin with; for an item with parts, also the type of its part."""
+"""Names of an item's content in the names of events; for an item with parts, also the type of its part."""
 _Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 
