@@ -127,7 +127,7 @@ class VerifyLines:
         return True
 
     def release(self, session: int, through: int) -> None:
-        """Release features up to this number; verify learns it with the next messages, or from `flush`."""
+        """Release features up to this number; verify learns of it with the next messages, or from `flush`."""
         self._released[session] = through
 
     def flush(self) -> None:
