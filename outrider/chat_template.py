@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, reason_of
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 24
 _OWN_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""What values that do not suit a template make it raise, beside errors of jinja's own."""
+"""Errors besides jinja's own that a template raises for values that do not suit it."""
 
 
 class ChatTemplateError(Exception):
@@ -29,7 +29,7 @@ class ChatTemplateError(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the answers for training and means nothing here."""
+    """The tag `{% generation %}`, which marks answers for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -44,7 +44,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Numbers may be multiplied, short sequences repeated."""
+        """Allow multiplying numbers and repeating short sequences."""
         if operator == "**":
             raise SecurityError("the operator ** is not allowed in a chat template")
         for sequence, count in ((left, right), (right, left)):
@@ -67,7 +67,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         self.source = source
         self.knows_tools = re.search(r"\btools\b", source) is not None
-        """Whether it does anything with tools."""
+        """Whether the template mentions tools."""
         self.special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, name: str = "default") -> ChatTemplate | None:
-        """The template of a model folder, by its name where it has several; None without one. Raises ConfigError."""
+        """Return the template of a model folder, or None; `name` picks one of several. Raises ConfigError."""
         config = read_config(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         try:
@@ -102,9 +102,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation as text, up to where the answer begins unless told otherwise. Raises ChatTemplateError.
+        """Return the conversation as text, by default up to where the answer begins. Raises ChatTemplateError.
 
-        `values`: further ones that the template may ask for, by name.
+        `values` are additional variables of the template, by name.
         """
         pieces: list[str] = []
         length = 0
@@ -130,7 +130,7 @@ class ChatTemplate:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none. Raises ConfigError."""
+    """Return the contents of tokenizer_config.json; empty if there is none. Raises ConfigError."""
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of the special tokens that tokenizer_config.json names, by name."""
+    """Return the text of each special token in tokenizer_config.json, by name."""
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = config.get(name)
@@ -166,5 +166,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # As transformers has it: plain JSON, nothing escaped for HTML.
+    # Like transformers: plain JSON, nothing escaped for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,7 @@
-"""Device memory that processes of one host share by the driver's IPC handles.
+"""Device memory that processes of one host share through the driver's IPC handles.
 
-The driver is called directly. torch shares memory of its own allocator alone, by a protocol of its own that has the
-receiver tell the sender what it is done with; here the two have a protocol already.
+The driver is called directly. torch can only share memory of its own allocator, by a protocol in which the receiver
+tells the sender what it no longer needs. The processes here already have a protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAZY_PEER_ACCESS = 1
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver did not do what it was asked for, or there is none."""
+    """A call to the CUDA driver failed, or there is no driver."""
 
 
 class _Handle(ctypes.Structure):
@@ -33,11 +33,11 @@ class _Handle(ctypes.Structure):
 class ExportedMemory:
     """Device memory that other processes may map by `handle`. It is never freed while this process lives.
 
-    What happens when memory is freed that another process has mapped is not defined.
+    Freeing memory that another process has mapped is undefined behaviour.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises DriverError where there is none."""
+        """Raises DriverError if the memory cannot be allocated or exported."""
         pointer, handle = ctypes.c_uint64(), _Handle()
         with _context(device):
             _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
@@ -58,7 +58,7 @@ class ImportedMemory:
     """Device memory of another process, mapped for `device`; it stays readable if that process ends."""
 
     def __init__(self, handle: bytes, num_bytes: int, device: torch.device) -> None:
-        """Raises ValueError for what is no handle, DriverError where the driver does not map it."""
+        """Raises ValueError if `handle` has a wrong length, DriverError if the driver cannot map it."""
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"{len(handle)} bytes are no handle of device memory")
         given = _Handle((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
@@ -69,25 +69,25 @@ class ImportedMemory:
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         self._pointer: int | None = int(pointer.value)
         self._lock = threading.Lock()
-        # Streams of one priority may share a queue of the device: the copy would wait for what is before it there.
+        # Streams of the same priority may share a device queue, where the copy would wait for earlier work.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
 
     @property
     def address(self) -> int:
-        """Where the device sees it. Raises ValueError once it is unmapped."""
+        """The memory's address on the device. Raises ValueError once it is unmapped."""
         if self._pointer is None:
             raise ValueError("the memory is not mapped any more")
         return self._pointer
 
     def read(self, offset: int, num_bytes: int) -> Tensor:
-        """A copy uint8 [num_bytes] on the device, complete when this returns; work on other streams is not waited for.
+        """Return a copy, uint8 [num_bytes], on the device; it is complete and has not waited for other streams.
 
-        Raises ValueError for what lies outside or is not mapped any more, DriverError where the copy fails.
+        Raises ValueError for a range outside the memory or once it is unmapped, DriverError if the copy fails.
         """
         with self._lock, torch.cuda.device(self._device):
             if self._pointer is None or offset < 0 or num_bytes < 1 or offset + num_bytes > self._num_bytes:
                 raise ValueError(f"{num_bytes} bytes at {offset} of {self._num_bytes} that are mapped")
-            # On its own stream, so that memory which other streams still use is not given out for it.
+            # Allocated on this stream, so that the allocator does not give it memory that other streams still use.
             with torch.cuda.stream(self._stream):
                 copy = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             with _context(self._device):
@@ -103,11 +103,11 @@ class ImportedMemory:
             return copy
 
     def peek(self, offset: int, num_bytes: int) -> bytes:
-        """The same on the host."""
+        """Return the same bytes as `read`, on the host."""
         return self.read(offset, num_bytes).cpu().numpy().tobytes()
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         with self._lock:
             pointer, self._pointer = self._pointer, None
             if pointer is not None:
@@ -129,7 +129,7 @@ def _driver() -> Any:
 
 @cache
 def _primary_context(index: int) -> ctypes.c_void_p:
-    """The context that torch works in; retained for good."""
+    """Return the context that torch works in. It is retained and never released."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuInit", ctypes.c_uint(0))
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -139,7 +139,7 @@ def _primary_context(index: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """Have the calling thread work in the device's context, whatever it worked in before."""
+    """Make the device's context current in the calling thread within the block."""
     _call("cuCtxPushCurrent_v2", _primary_context(_index(device)))
     try:
         yield
@@ -148,7 +148,7 @@ def _context(device: torch.device) -> Iterator[None]:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Raises DriverError with the driver's own words."""
+    """Call a driver function. Raises DriverError with the driver's own message."""
     driver = _driver()
     function = getattr(driver, name, None)
     if function is None:

@@ -1,4 +1,4 @@
-"""What services need of a device without touching kernels: which one, its number format, and numbers put there."""
+"""Device helpers for services, so that they need not touch kernels: choose a device and dtype, copy numbers there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Numbers = Sequence[int] | NDArray[Any]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for one that is not there."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError if it does not exist."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -40,10 +40,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def put(values: Numbers, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """A list of int32 numbers, or an array, as a tensor on `device` (or `into` a part of one); waits for nothing.
+    """Copy int32 numbers or an array to a new tensor on `device`, or `into` one, without waiting; return the tensor.
 
-    From pinned memory that torch keeps until the copy is done: whether a copy from other memory is, when the call
-    returns, differs between systems.
+    The source is pinned memory, which torch keeps until the copy is done. With other memory, systems differ in
+    whether the copy is done when the call returns.
     """
     source = torch.from_numpy(np.asarray(values, None if isinstance(values, np.ndarray) else np.int32))
     if device.type == "cuda":
@@ -54,18 +54,18 @@ def put(values: Numbers, device: torch.device, into: Tensor | None = None) -> Te
 log = get_logger(__name__)
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Instructions for products in bfloat16, as /proc/cpuinfo names them; the last one is ARM's."""
+"""Names in /proc/cpuinfo of instructions for bfloat16 products; the last one is ARM's."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str = "") -> torch.dtype:
-    """The torch dtype for "float32", "bfloat16", "float16" or "auto", which is logged with its reason.
+    """Return the torch dtype for "float32", "bfloat16", "float16" or "auto"; log the choice for "auto" and its reason.
 
-    "auto" follows from hardware and `checkpoint` (its dtype) alone, so that every start of a machine answers alike. On
-    a GPU it takes the checkpoint's half format, bfloat16 if it has none. On a CPU it takes bfloat16 where kernels.cpu
-    multiplies with it, or where there are instructions for it and oneDNN uses them; elsewhere it is emulated, which is
-    slower than float32.
+    "auto" depends only on the hardware and on `checkpoint` (its dtype), so that every start on a machine chooses alike.
+    On a GPU it is the checkpoint's half-precision format, or bfloat16 if it has none. On a CPU it is bfloat16 if
+    kernels.cpu multiplies with it, or if the CPU has instructions for it that oneDNN uses. On other CPUs it is
+    float32, because bfloat16 would be emulated, which is slower.
     """
     if name != "auto":
         return DTYPES[name]
@@ -79,7 +79,7 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
 
 
 def cpu_dtype() -> tuple[torch.dtype, str]:
-    """The faster dtype on this CPU, and why."""
+    """Return the faster dtype on this CPU, and the reason."""
     if (isa := best_isa()) is not None:
         return torch.bfloat16, f"this CPU has {isa.name}"
     found = bf16_flag()
@@ -91,12 +91,12 @@ def cpu_dtype() -> tuple[torch.dtype, str]:
 
 
 def bf16_flag() -> str:
-    """The instructions for products in bfloat16 that this CPU has; empty if there are none."""
+    """Return the name of this CPU's instructions for bfloat16 products; empty if it has none."""
     return next((flag for flag in _BF16_FLAGS if flag in cpu_flags()), "")
 
 
 def check_fp8(device: torch.device, what: str) -> None:
-    """Raise ConfigError, beginning with `what`, for a GPU that has no numbers of eight bits."""
+    """Raise ConfigError, with a message that begins with `what`, for a GPU without fp8 numbers."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         found = ".".join(map(str, capability))
         raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has {found}")
@@ -104,7 +104,7 @@ def check_fp8(device: torch.device, what: str) -> None:
 
 @contextmanager
 def out_of_memory(what: str, fix: str) -> Iterator[None]:
-    """Turn a device that runs out of memory while it makes room for `what` into a ConfigError with the fix."""
+    """Turn running out of memory while allocating `what` into a ConfigError that suggests `fix`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -115,5 +115,5 @@ def out_of_memory(what: str, fix: str) -> Iterator[None]:
 
 
 def gib(size: int) -> str:
-    """Bytes as messages have them."""
+    """Format a number of bytes for messages."""
     return f"{size / 2**30:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What can go wrong, and what a client is told.
+"""The errors that Outrider raises on purpose, and the status codes that clients get.
 
 OutriderError
 ├── InvalidRequestError        400  INVALID_ARGUMENT     the request is at fault
@@ -6,9 +6,9 @@ OutriderError
 │   └── InvalidGrammarError    400  INVALID_ARGUMENT     code invalid_grammar
 ├── NotFoundError              404  NOT_FOUND            no such model
 ├── OverloadedError            429  RESOURCE_EXHAUSTED   a queue is full; try again later
-├── UnavailableError           503  UNAVAILABLE          a service behind is away or draining
-├── DeadlineError              504  DEADLINE_EXCEEDED    the answer was not complete in the time that it had
-├── InternalError              500  INTERNAL             ours; details go to the log alone
+├── UnavailableError           503  UNAVAILABLE          a service that is needed is unreachable or draining
+├── DeadlineError              504  DEADLINE_EXCEEDED    the answer was not complete in time
+├── InternalError              500  INTERNAL             our fault; only the log has details
 └── ConfigError                 -   -                    a service cannot start with these options
 """
 
@@ -59,13 +59,13 @@ class ContextLengthError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """What an answer must be cannot be held to."""
+    """The grammar or schema of an answer is not valid or cannot be enforced."""
 
     code = "invalid_grammar"
 
 
 class UnauthenticatedError(InvalidRequestError):
-    """The caller has no right token or key."""
+    """The caller's token or key is missing or wrong."""
 
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
@@ -73,7 +73,7 @@ class UnauthenticatedError(InvalidRequestError):
 
 
 class NotFoundError(OutriderError):
-    """Nothing of that name is served here."""
+    """Nothing with that name is served here."""
 
     http_status = 404
     grpc_status = "NOT_FOUND"
@@ -120,7 +120,7 @@ class DeadlineError(OutriderError):
 
 
 class InternalError(OutriderError):
-    """Our fault. The message says no more than that; the log has the rest."""
+    """Our fault. The message says no more than that; the log has the details."""
 
 
 class ConfigError(OutriderError):
@@ -130,7 +130,7 @@ class ConfigError(OutriderError):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be had, for a message that names the file already."""
+    """Return why a file operation failed, for a message that already names the file."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -138,10 +138,10 @@ _RECOVERABLE = ("out of memory", "ALLOC_FAILED")
 
 
 def is_device_failure(error: BaseException | None) -> bool:
-    """Whether an exception, or one that it followed from, says that the process can do nothing more on its GPU.
+    """Whether an exception, or one that caused it, means that the process can no longer use its GPU.
 
-    An error of CUDA breaks the context for good, but for a lack of memory. Known by type name and text: who asks may
-    have no torch.
+    A CUDA error breaks the context for good, unless memory ran out. Errors are recognized by type name and text,
+    because the caller may not have torch.
     """
     while error is not None:
         text = str(error)
@@ -155,14 +155,14 @@ def is_device_failure(error: BaseException | None) -> bool:
 
 
 def raise_device_failure(error: Exception) -> None:
-    """Raise `error` again if it is one, for a handler that gives up a single request must not hide it."""
+    """Raise `error` again if it is a device failure: a handler that only fails one request must not hide it."""
     if is_device_failure(error):
         raise error
 
 
 @contextmanager
 def under(option: str) -> Iterator[None]:
-    """For what is done with the value of `option`: ConfigErrors of it begin with the option."""
+    """Prefix ConfigErrors raised within the block with `option`, whose value is being used there."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""One CUDA graph for each shape of the same work."""
+"""CUDA graphs of the same work, one for each shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 COMPILE_THREADS = 16
 
 Shape = TypeVar("Shape", bound=tuple[int, ...])
-"""What tells one graph from another; larger ones compare greater."""
+"""The key of a graph; larger shapes compare greater."""
 
 
 class GraphPool(Generic[Shape]):
@@ -34,9 +34,9 @@ class GraphPool(Generic[Shape]):
         prepare: Callable[[Shape], None] | None = None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`name` says in the log what is captured, in the plural. `prepare(shape)` is what the host does before.
+        """`name` is the plural for the work in the log. `prepare(shape)` is called on the host before each run.
 
-        `compiling`: in what context shapes are run by several threads, in no order.
+        `compiling` gives the context in which several threads run shapes, in any order.
         """
         self._name = name
         self._body = body
@@ -44,7 +44,7 @@ class GraphPool(Generic[Shape]):
         self._compiling = compiling
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._next: dict[Shape, torch.cuda.CUDAGraph] = {}
-        """Captured anew, and not in use yet."""
+        """Graphs of `capture_next` that are not in use yet."""
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self.seconds = 0.0
@@ -59,8 +59,8 @@ class GraphPool(Generic[Shape]):
     ) -> None:
         """Capture every shape. Each is run once first, so that kernels are compiled and libraries initialised.
 
-        What `body` finds must be empty, so that those runs change nothing. `together`: it may be run by several
-        threads, which compiles on all cores within `compile_aside`.
+        The inputs of `body` must be empty, so that these runs change nothing. `together`: several threads may run
+        `body`, which compiles on all cores within `compile_aside`.
         """
         start = time.perf_counter()
         if together:
@@ -86,13 +86,13 @@ class GraphPool(Generic[Shape]):
         return sorted(self._graphs, reverse=True)
 
     def capture_next(self, shape: Shape, tell: Callable[[], None]) -> bool:
-        """Capture a shape as `body` works by now; until `adopt`, what was captured before is run.
+        """Capture a shape with the present behaviour of `body`; until `adopt`, the earlier graphs are still run.
 
-        Between two runs, which it holds up. What `body` finds must be empty, as for `capture`. It is run twice, as it
-        is and as it was captured; `tell` is called before each time.
+        Call it between two runs, which it delays. As for `capture`, the inputs of `body` must be empty. The work is
+        run twice, first as it is and then as the captured graph; `tell` is called before each run.
 
-        Returns whether there was memory for the graph; without, it is run kernel by kernel after `adopt`. Raises
-        torch.OutOfMemoryError where a run had too little, which then has done a part of its work.
+        Returns whether there was memory for the graph; without one, the shape runs kernel by kernel after `adopt`.
+        Raises torch.OutOfMemoryError if a run itself had too little, and has then done only part of its work.
         """
         torch.cuda.synchronize()
         stream = self._stream or torch.cuda.Stream()
@@ -110,12 +110,12 @@ class GraphPool(Generic[Shape]):
         return True
 
     def adopt(self) -> None:
-        """From now on, what `capture_next` captured is run and nothing else."""
-        # In this order: a memory pool lives as long as some graph uses it.
+        """Run the graphs of `capture_next` from now on, and no others."""
+        # In this order: a memory pool lives only as long as some graph uses it.
         self._graphs, self._next = self._next, {}
 
     def discard_next(self) -> None:
-        """What `capture_next` captured is of no use any more."""
+        """Drop the graphs of `capture_next`."""
         self._next = {}
 
     def run(self, shape: Shape) -> None:
@@ -142,7 +142,7 @@ class GraphPool(Generic[Shape]):
         stream.synchronize()
 
     def _record(self, shape: Shape) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second.
+        # torch.cuda.graph() would collect garbage and empty the cache each time, which takes a tenth of a second.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -152,12 +152,12 @@ class GraphPool(Generic[Shape]):
         return graph
 
     def _compile(self, shapes: Sequence[Shape]) -> None:
-        """Run all shapes at the same time: compiling takes most of a first start.
+        """Run all shapes at the same time, because compiling takes most of a first start.
 
-        Where other processes compile, they are told all kernels first.
+        If other processes compile, they are told about all kernels first.
 
-        On the device all of it is still one stream, where runs that end up in each other do no harm as long as they
-        find nothing to do.
+        On the device all runs still share one stream. Their launches may interleave, which does no harm as long as
+        they find nothing to do.
         """
         device = torch.cuda.current_device()
         num_threads = COMPILE_THREADS
@@ -176,12 +176,12 @@ class GraphPool(Generic[Shape]):
                 done.result()
 
     def _tell(self, shapes: Sequence[Shape]) -> None:
-        """Have other processes compile the kernels of all shapes from now on, where they do."""
+        """If other processes compile, have them start on the kernels of all shapes."""
         with tell_launches() as num_told:
             if num_told is None:
                 return
             for shape in shapes:
                 self._body(shape)
                 if not num_told():
-                    # Where Triton's cache has all kernels of the first shape, it most likely has those of all.
+                    # If Triton's cache has all kernels of the first shape, it most likely has those of all.
                     return

@@ -1,4 +1,4 @@
-"""Logging of every service: one line per event on stderr, with the request it belongs to and without secrets.
+"""Logging of all services: one line per event on stderr, with the request it belongs to and without secrets.
 
     2026-01-31T12:00:00.123Z INFO    verify outrider.rpc.server [request 4f1c] serving on 127.0.0.1:50052
 
@@ -26,14 +26,14 @@ request_id: ContextVar[str] = ContextVar("outrider_request_id", default="")
 
 _MAX_LINE = 8192
 _WRITE_BYTES: int = getattr(select, "PIPE_BUF", 512)
-"""Written at once: as much as a pipe that can be written to takes without a wait, and between no bytes of others."""
+"""Bytes per write: a pipe that is ready takes this many without blocking, and does not mix them with other writers'."""
 _READER_SECONDS = 0.1
-"""How long a line may wait for whoever reads the log; the lines behind one that did wait in vain do not."""
+"""How long a line may wait for the reader of the log. After one line has waited in vain, the next ones do not wait."""
 _MAX_FRAMES = 12
 _MAX_CAUSES = 4
 
-# The scheme or key stays, what follows it goes. A bare "token" is a word of the trade here, not a key, also in "bearer
-# token".
+# Keeps the scheme or key and replaces what follows. A bare "token" is not a key but an ordinary word here, also in
+# "bearer token".
 _SECRET = re.compile(
     r"""(?ix)
     ( \b bearer \s+ (?! tokens? (?: [\s;,.] | $ ) )
@@ -49,14 +49,14 @@ _registered_secrets: set[str] = set()
 
 
 def hide_secret(secret: str) -> None:
-    """Have this exact text replaced in every later line, wherever it turns up."""
+    """Replace this exact text in every later line, wherever it appears."""
     if secret:
         _registered_secrets.add(secret)
 
 
 def redact(text: str) -> str:
     """Return `text` with bearer tokens, keys and registered secrets replaced by ***."""
-    # Longest first: a secret that is part of another one must not leave the other's rest behind.
+    # Longest first: replacing a secret that is part of another one would leave the rest of the longer one.
     for secret in sorted(_registered_secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return _KNOWN_SHAPES.sub("***", _SECRET.sub(r"\1***", text))
@@ -87,20 +87,20 @@ class LineFormatter(logging.Formatter):
 class LineWriter:
     """Writes lines, and leaves out those that nobody reads: a stopped terminal or pager must not stop a service.
 
-    For one thread at a time.
+    Only one thread may use a writer at a time.
     """
 
     def __init__(self, stream: TextIO, tell: Callable[[str], str] = str) -> None:
-        """`tell`: a line, without its end, that says something of the writer's own."""
+        """`tell` formats a message of the writer itself as a line, without the line break."""
         self._stream = stream
         self._tell = tell
         self._terminal = _open_terminal(stream)
         self._num_left_out = 0
         self._is_cut = False
-        """Whether the last line that was written lacks its end."""
+        """Whether the last line was written without its end."""
 
     def write(self, line: str) -> None:
-        """Write a line, behind one that tells how many before it were left out, if there were any. Raises OSError."""
+        """Write a line, after one that says how many lines before it were left out, if any. Raises OSError."""
         text = f"{line}\n"
         if self._num_left_out:
             told = self._tell(f"{self._num_left_out} lines were left out here: nobody read them")
@@ -108,7 +108,7 @@ class LineWriter:
         self._stream.flush()
         try:
             number = self._stream.fileno() if self._terminal is None else self._terminal
-        except (OSError, ValueError):  # no stream of the system's
+        except (OSError, ValueError):  # not a stream of the operating system
             self._stream.write(text)
             self._stream.flush()
             return
@@ -126,17 +126,19 @@ class LineWriter:
 
 
 def _open_terminal(stream: TextIO) -> int | None:
-    """The stream's terminal, opened once more for the process's life, so that no write to it waits: where there is room
-    for a part of a line the system says that it can be written to, and a write to the stream would wait for the rest.
+    """Open the stream's terminal again, for the process's life, so that no write to it blocks; return the descriptor.
+
+    The system calls a terminal writable once it has room for part of a line, and a write to the stream would then
+    wait for the rest. Returns None if the stream has no terminal or it cannot be opened.
     """
     try:
         return os.open(os.ttyname(stream.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except (OSError, ValueError, AttributeError):  # no terminal, another user's, or no system that has any
+    except (OSError, ValueError, AttributeError):  # not a terminal, another user's, or a system without terminals
         return None
 
 
 def _is_writable(number: int, seconds: float) -> bool:
-    """Whether a stream of the system's takes bytes within so many seconds."""
+    """Whether a file descriptor accepts bytes within `seconds`."""
     try:
         return bool(select.select([], [number], [], seconds)[1])
     except (OSError, ValueError):  # on Windows
@@ -144,7 +146,7 @@ def _is_writable(number: int, seconds: float) -> bool:
 
 
 class LineHandler(logging.Handler):
-    """Has a LineWriter write what is logged."""
+    """Logs through a LineWriter."""
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -188,10 +190,13 @@ def escape_controls(text: str) -> str:
 
 
 def mend_streams() -> None:
-    """Give a closed input an empty file and closed outputs one that drops all; `?` is for what an encoding lacks."""
+    """Replace a closed stdin by an empty file and closed outputs by one that drops all.
+
+    Open outputs write `?` for characters that their encoding lacks.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # At its own number, as a rule: else the next socket would get that, here or in a child.
+            # This usually takes the stream's own number, which the next socket would otherwise get, here or in a child.
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
             os.set_inheritable(getattr(sys, name).fileno(), True)
     for stream in (sys.stdout, sys.stderr):
@@ -200,7 +205,7 @@ def mend_streams() -> None:
 
 
 def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | None = None) -> None:
-    """Send all logging of this process to `stream` (stderr by default) in our form; replaces earlier set-ups.
+    """Send all logging of this process to `stream` (stderr by default) in our format, replacing earlier set-ups.
 
     `service` appears in every line; `level` is one of LEVELS.
     """
@@ -216,14 +221,14 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
     quiet = logging.DEBUG if level == "DEBUG" else logging.WARNING
     for name in ("asyncio", "grpc", "httpx", "httpcore", "uvicorn.access", "huggingface_hub", "urllib3", "filelock"):
         logging.getLogger(name).setLevel(quiet)
-    # It prints a traceback for each message that cannot be read, however many a peer sends; who reads them says so.
+    # It prints a traceback for each message that it cannot parse, however many a peer sends; our receivers report them.
     logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
-    # uvicorn brings handlers of its own, which would print a second line in another form.
+    # uvicorn brings handlers of its own, which would print each line again in another format.
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # It warns of what any client sends that is no HTTP, or asks to be another protocol: who likes could fill the log.
+    # It warns about everything that is not HTTP or asks for another protocol, so any client could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "DEBUG" else logging.ERROR)
 
 
@@ -233,7 +238,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class ThrottledWarnings:
-    """Logs a kind of warning no more often than every so many seconds, and says how many were left out."""
+    """Logs a kind of warning at most once in `seconds`, and says how many were left out."""
 
     def __init__(self, log: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -243,7 +248,7 @@ class ThrottledWarnings:
         self._num_left_out = 0
 
     def warn(self, message: str, *arguments: object) -> None:
-        """Log a warning, or count it."""
+        """Log a warning, or only count it if the last one is too recent."""
         now = self._clock()
         if now - self._logged_at < self._seconds:
             self._num_left_out += 1

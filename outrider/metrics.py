@@ -1,4 +1,4 @@
-"""A service's page for Prometheus: serving it, and reading it as a tool does."""
+"""A service's metrics page for Prometheus: serves it, and reads it for tools."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.transport import split_host_port
 
 _MAX_CONNECTIONS = 16
-"""Of a page at once; others are closed."""
+"""Connections to a page at the same time; further ones are closed."""
 _REQUEST_SECONDS = 10.0
-"""That a client may take for its request and to read the page."""
+"""Time that a client has to send its request and read the page."""
 
 
 @contextmanager
 def serve_metrics(address: str, registry: CollectorRegistry) -> Iterator[str]:
     """Serve /metrics of a registry, from a thread of its own, until the block ends.
 
-    `address` is host:port, where port 0 takes a free one; empty serves nothing. Gives the address really bound. Raises
-    ConfigError when it cannot be.
+    `address` is host:port; port 0 takes a free port, and an empty address serves nothing. Yields the address that was
+    bound. Raises ConfigError if it cannot be bound.
     """
     if not address:
         yield ""
@@ -60,7 +60,7 @@ def serve_metrics(address: str, registry: CollectorRegistry) -> Iterator[str]:
 
 
 class _PageServer(ThreadingMixIn, WSGIServer):
-    """A thread a connection, of which there are few, and none that waits long for its client."""
+    """Serves each connection in a thread of its own. Connections are few, and none waits long for its client."""
 
     daemon_threads = True
 
@@ -74,7 +74,7 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     def server_bind(self) -> None:
-        """As a plain TCP server: the base asks DNS for its name."""
+        """Bind as a plain TCP server does, because the base asks DNS for the host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -110,7 +110,7 @@ class _PageServer(ThreadingMixIn, WSGIServer):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Whoever reads from it, or writes to it, finds its end."""
+    """Shut a connection down, so that pending reads and writes end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -122,18 +122,18 @@ class _PageHandler(WSGIRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a scraper comes all the time."""
+        """Log nothing, because scrapers come all the time."""
 
 
 class ServiceCollector(Collector):
-    """Memory, CPU and files of a service: of its own process and of those below it, such as its engine's, in sum.
+    """Memory, CPU and files of a service, summed over its own process and those below it, such as its engine's.
 
-    CPU is also of those that have ended, or it would fall with each. The time of the start and the limit of open files
-    are the own process's.
+    CPU time includes that of processes that have ended, or it would fall whenever one ends. The start time and the
+    limit of open files are those of the service's own process.
     """
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus's usual process metrics."""
+        """Yield Prometheus's usual process metrics."""
         totals = {metric.name: metric for metric in ProcessCollector(registry=None).collect()}
         family = [os.getpid(), *_children(os.getpid())]
         for pid in family[1:]:
@@ -151,7 +151,7 @@ _SUMMED = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "pro
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Processes below one, where the system tells; those that end meanwhile are left out."""
+    """Yield the processes below one, if the system lists them; those that end meanwhile are left out."""
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found = tasks.read_text().split()
@@ -163,7 +163,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """A process's own, and those of processes below it that it has seen end."""
+    """Return the CPU seconds of a process and of the ended children that it has waited for."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -172,7 +172,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 WANTS_KEY = "metrics_page_wants_key"
-"""Code of the error of a page that is shown to holders of a key alone."""
+"""Code of the error for a page that only holders of a key may read."""
 MAX_PAGE_BYTES = 16 * 1024 * 1024
 
 
@@ -186,11 +186,14 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Of all observations; 0 without any."""
+        """Mean of all observations; 0 without any."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """About where `share` of the observations are below, evenly spread in their bucket; 0 without any."""
+        """Estimate the value that `share` of the observations are below, as if evenly spread in each bucket.
+
+        Returns 0 without observations.
+        """
         lower = below = 0.0
         for bound, count in sorted(self.bounds.items()):
             if count >= share * self.count and count > below:
@@ -208,13 +211,13 @@ _FIXES: dict[type[Exception], str] = {
     ssl.SSLError: f"begin it with http:// where the door has no TLS; {SHOWS_CERTIFICATE}",
     ConnectionRefusedError: f"nobody listens there: {_PAGES}, as `outrider up` prints them",
 }
-"""What helps, by what came of the connection; the first kind that fits."""
+"""Advice for each kind of connection error; the first kind that matches applies."""
 
 
 @dataclass
 class MetricsPage:
-    """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`, and such a
-    histogram is there in sum, too, by its bare name."""
+    """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`. The bare
+    name of a histogram with labels stands for their sum."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -228,7 +231,7 @@ class MetricsPage:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             request = urllib.request.Request(url, headers=headers)
-            # Without a proxy, as all else goes to services.
+            # Without a proxy, like all other connections to services.
             handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
             with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
                 text = answer.read(MAX_PAGE_BYTES).decode(errors="replace")
@@ -253,7 +256,7 @@ class MetricsPage:
 
     @classmethod
     def parse(cls, text: str) -> MetricsPage:
-        """From the text of a page. Raises ValueError for what is none."""
+        """Parse the text of a page. Raises ValueError if it is not one."""
         page = cls()
         for family in text_string_to_metric_families(text):
             if family.type == "histogram":
@@ -274,9 +277,9 @@ class MetricsPage:
         return page
 
     def since(self, before: MetricsPage) -> MetricsPage:
-        """What came to counters and histograms since; gauges as they are now.
+        """Return the increase of counters and histograms since `before`, and gauges as they are now.
 
-        A service that was started anew counts from nothing, and so does the difference.
+        A service that was restarted counts from zero, and so does the difference.
         """
         counters = {name: _rise(value, before.counters.get(name, 0.0)) for name, value in self.counters.items()}
         histograms = {
@@ -286,23 +289,23 @@ class MetricsPage:
         return MetricsPage(counters, self.gauges, histograms)
 
     def histogram(self, name: str) -> Histogram:
-        """A histogram by its family's name; empty where there is none."""
+        """Return a histogram by its family's name; empty if there is none."""
         return self.histograms.get(name, Histogram(0.0, 0.0, {}))
 
     def labelled(self, name: str) -> Iterator[tuple[str, float]]:
-        """Labels, in the order of their names, and values of a counter or gauge."""
+        """Yield label values, in the order of label names, and the value of each sample of a counter or gauge."""
         for full, value in (*self.counters.items(), *self.gauges.items()):
             if full.startswith(f"{name}{{"):
                 yield full[len(name) + 1 : -1], value
 
     def total(self, name: str) -> float:
-        """The sum over all labels of a counter or gauge; 0 where there is none."""
+        """Return the sum over all labels of a counter or gauge; 0 if there is none."""
         plain = self.counters.get(name, self.gauges.get(name, 0.0))
         return plain + sum(value for _, value in self.labelled(name))
 
 
 def _labels(sample: Sample) -> str:
-    """Values of its labels, bounds aside, in the order of their names."""
+    """Return the values of a sample's labels, except bucket bounds, in the order of label names."""
     return ",".join(value for name, value in sorted(sample.labels.items()) if name != "le")
 
 

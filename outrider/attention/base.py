@@ -32,8 +32,8 @@ class Segment:
             k and v are written in this forward.
         mask: bool [num_queries, K] over the last K logical positions, num_queries <= K <= L: True where a query may
             attend; every query must see itself, and sees all positions before the last K. None means causal.
-        num_spare: slots that follow the last one in memory and hold nothing but finite numbers. A backend that reads
-            keys in steps may read them, masked; without them it copies.
+        num_spare: number of slots behind the last one in memory that hold only finite numbers. A backend that reads
+            keys in steps may read these slots, masked; without them it copies keys.
     """
 
     num_queries: int
@@ -48,21 +48,21 @@ class TokenBatch:
 
     Attributes:
         token_ids: int64 or int32 [M].
-        positions: the same [M], rotary positions; a tree node's is its depth below the base, whatever its slot.
+        positions: rotary positions, of the same shape and dtype. A tree node's follows from its depth, not its slot.
     """
 
     token_ids: Tensor
     positions: Tensor
 
     def queries(self) -> tuple[list[Queries], Tensor] | None:
-        """On a CPU: which keys rows see, and the KV slots int64 [M] that their own go to. None where only the device
-        knows."""
+        """On a CPU, return the keys that rows see, and the KV slots, int64 [M], of the tokens' own keys. None if only
+        the device knows them."""
         return None
 
 
 @dataclass(slots=True)
 class ForwardBatch(TokenBatch):
-    """A batch whose shape the host knows: segment after segment; segments share no query slot.
+    """A batch whose shape the host knows: segment after segment. No two segments share a query slot.
 
     Attributes:
         segments: their num_queries add up to M.
@@ -84,7 +84,7 @@ class ForwardBatch(TokenBatch):
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """Lengths of a batch of B rows, copied to host memory for attention that is planned there. int32.
+    """Lengths of a batch of B rows in host memory, int32, for attention that is planned on the host.
 
     Attributes:
         first: [B + 1], where each row's tokens begin; tokens behind first[B] are padding.
@@ -104,12 +104,12 @@ class HostLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRules:
-    """How a layer attends, where models differ in it.
+    """The settings of a layer's attention that differ between models.
 
     Attributes:
         scale: factor on scores; None is head_dim ** -0.5.
         scores: window, cap and sinks.
-        rotary: the layer's own angles, if they are not the plan's.
+        rotary: the layer's own rotary embedding, if it is not the plan's.
     """
 
     scale: float | None = None
@@ -118,7 +118,7 @@ class LayerRules:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all keys are seen, and scores scaled as usual and used as they are."""
+        """Whether queries see all keys, and scores get the usual scale and nothing else."""
         return self.scale is None and self.scores == PLAIN_SCORES
 
 
@@ -126,10 +126,10 @@ PLAIN = LayerRules()
 
 
 class AttentionPlan(ABC):
-    """One forward's attention: made once, used by every layer."""
+    """The attention of one forward: made once, used by every layer."""
 
     token_slots: Tensor | None = None
-    """int32 [M], negative for a token that is padding; None where there is no padding."""
+    """int32 [M], negative for a token that is padding; None if there is no padding."""
 
     @abstractmethod
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
@@ -144,9 +144,9 @@ class AttentionPlan(ABC):
     def attend_stream(
         self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN
     ) -> Tensor | None:
-        """As `attend`, for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
+        """Do as `attend` for the heads that `qkv` computes from the normed `stream` [M, hidden], in fewer launches.
 
-        Returns None, having done nothing, where no kernel does that for these shapes.
+        Returns None, without having done anything, if no kernel supports these shapes.
         """
         return None
 
@@ -155,12 +155,12 @@ class AttentionBackend(ABC):
     """Makes plans. Holds no request state; one backend serves every forward of a model."""
 
     plans_on_host = False
-    """Whether forwards of trees need `prepare` before them."""
+    """Whether `prepare` must be called before every forward of trees."""
 
     def prepare(self, num_tokens: int, lengths: HostLengths, page_tables: Tensor) -> None:  # noqa: B027
-        """Plan on the host a forward of trees with `num_tokens` token slots over `page_tables`.
+        """Plan a forward of trees on the host, with `num_tokens` token slots over `page_tables`.
 
-        Called before every such forward, a replay of a captured one included; never captured itself. Backends that do
+        Called before every such forward, including replays of a captured one; never captured itself. Backends that do
         not plan on the host ignore it.
         """
 
@@ -168,5 +168,5 @@ class AttentionBackend(ABC):
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """Compute what all layers of the forward share, for `num_heads` query heads: angles, indices, masks, groups.
 
-        Raises ValueError: a batch that this backend cannot run, or segments that do not fit it.
+        Raises ValueError for a batch that this backend cannot run, or whose segments do not fit it.
         """

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer over paged KV: prompts, and trees as custom masks. Planned on the host."""
+"""Attention over paged KV by FlashInfer: prompts, and trees as custom masks. Planned on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FlashInferShape:
-    """What FlashInfer's kernels are compiled and planned for. `num_heads` is a multiple of `num_kv_heads`."""
+    """The shape that FlashInfer's kernels are compiled and planned for. `num_heads` is a multiple of `num_kv_heads`."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +37,7 @@ class FlashInferShape:
 
 
 def check_installed() -> None:
-    """Raise ConfigError where there is no FlashInfer."""
+    """Raise ConfigError if FlashInfer is not installed."""
     if find_spec("flashinfer") is None:
         raise ConfigError(
             '--attention-backend: flashinfer is not installed; "pip install flashinfer-python", or choose triton'
@@ -47,15 +47,15 @@ def check_installed() -> None:
 class FlashInferAttention(AttentionBackend):
     """Prompts by FlashInfer; trees by FlashInfer too, or by the Triton kernels of this repository.
 
-    The split of the work depends on lengths, so `prepare` must be called before every forward of trees, replays of a
-    captured one included. A Triton kernel rotates q and k and writes k and v. Results depend on the batch around a
-    token: there is no deterministic mode.
+    How work is split depends on lengths, so `prepare` must be called before every forward of trees, including replays
+    of a captured one. A Triton kernel rotates q and k and writes k and v. Results depend on the batch around a token:
+    there is no deterministic mode.
     """
 
     def __init__(self, shape: FlashInferShape, device: torch.device, trees: bool = True) -> None:
-        """Takes 128 MiB of device memory for prompts, and for `trees` 384 MiB more.
+        """Allocates 128 MiB of device memory for prompts, and 384 MiB more for `trees`.
 
-        Raises ConfigError: FlashInfer is not installed or does not run this shape.
+        Raises ConfigError if FlashInfer is not installed or does not support this shape.
         """
         check_installed()
         if shape.dtype not in DTYPES or shape.head_dim not in HEAD_DIMS:
@@ -116,7 +116,7 @@ class _FlashInferPlan(TritonPlan):
 
 
 class PrefillCall:
-    """Causal attention of prompts, planned once a forward."""
+    """Causal attention of prompts, planned once per forward."""
 
     def __init__(self, shape: FlashInferShape, device: torch.device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -130,7 +130,7 @@ class PrefillCall:
         self._plan(one, torch.zeros(1, dtype=torch.int32, device=device))
 
     def plan(self, batch: PagedBatch) -> None:
-        """Lay out the next forward. Raises ValueError for a batch without lengths on the host."""
+        """Plan the next forward. Raises ValueError for a batch without lengths on the host."""
         if batch.lengths is None:
             raise ValueError("the flashinfer backend needs the batch's lengths on the host")
         tables = batch.page_tables.index_select(0, batch.table_rows)
@@ -140,7 +140,7 @@ class PrefillCall:
 
     def _plan(self, lengths: HostLengths, pages: Tensor) -> None:
         if self._planned is not None:
-            # The plan before this one lies in pinned memory that a queued copy may not have read yet.
+            # The previous plan lies in pinned memory that a queued copy may not have read yet.
             self._planned.synchronize()
         _plan(self._wrapper, self._shape, lengths.first, lengths.num_keys, pages, causal=True)
         if self._planned is not None:
@@ -148,7 +148,7 @@ class PrefillCall:
         self._num_tokens = int(lengths.first[-1])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [M, H, D] over the pages of a layer -> [M, H * D]; zeros for padding."""
+        """Attend with q [M, H, D] over the pages of a layer; return [M, H * D], zeros for padding."""
         out = torch.empty_like(q) if q.shape[0] == self._num_tokens else torch.zeros_like(q)
         count, page_size = self._num_tokens, self._shape.page_size
         self._wrapper.run(q[:count], (_paged(k, page_size), _paged(v, page_size)), out=out[:count])
@@ -156,7 +156,7 @@ class PrefillCall:
 
 
 class TreeMemory:
-    """What rounds of all shapes share, one round being under way at a time. Indices and masks grow when they must.
+    """Memory that rounds of all shapes share, since only one round runs at a time. Indices and masks grow when needed.
 
     A captured round keeps the memory that it was captured with.
     """
@@ -169,13 +169,13 @@ class TreeMemory:
         self._mask = _bytes(0, device)
 
     def indices(self, size: int) -> Tensor:
-        """int32 [at least size]."""
+        """Return memory for indices, int32 [at least size]."""
         if len(self._indices) < size:
             self._indices = torch.zeros(size, dtype=torch.int32, device=self.device)
         return self._indices
 
     def mask(self, size: int) -> Tensor:
-        """uint8 [at least size]."""
+        """Return memory for a mask, uint8 [at least size]."""
         if len(self._mask) < size:
             self._mask = _bytes(size, self.device)
         return self._mask
@@ -184,7 +184,7 @@ class TreeMemory:
 class TreeCall:
     """Attention of trees for M token slots in B rows. Padding tokens form a row of their own, without keys.
 
-    `plan` on the host before every forward; `write` and the calls may be captured.
+    Call `plan` on the host before every forward; `write` and the calls themselves may be captured.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TreeCall:
         self._shape = shape
         self._num_tokens = num_tokens
         self._kv_indptr, self._mask_offsets = ints(num_rows + 2), ints(num_rows + 2)
-        # One place more, for what lies behind a row's last page.
+        # One place more, for the table entries behind a row's last page.
         self._indices = memory.indices(num_rows * max_pages + 1)
         self._mask = memory.mask(-(-num_tokens * max_pages * shape.page_size // 8) + num_rows)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
@@ -216,19 +216,19 @@ class TreeCall:
         self._wrapper.reset_workspace_buffer(memory.partial_results, memory.plan)
 
     def plan(self, lengths: HostLengths) -> None:
-        """Split the round's work. Page indices and mask are left to `write`, which knows them on the device."""
+        """Split the round's work. Page indices and mask are left to `write`, which computes them on the device."""
         first = np.append(lengths.first, self._num_tokens)
         keys = np.append(lengths.num_keys, 0)
         _plan(self._wrapper, self._shape, first, keys, torch.empty(0, dtype=torch.int32), causal=False)
 
     def write(self, batch: PagedBatch) -> None:
-        """Page indices and mask of the round, from lengths in device memory."""
+        """Write page indices and mask of the round, from lengths in device memory."""
         write_page_indices(batch, self._kv_indptr, self._indices)
         self._mask_offsets.copy_(mask_offsets(batch))
         write_packed_mask(batch, self._mask_offsets, self._mask)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [M, H, D] over the pages of a layer -> [M, H * D]."""
+        """Attend with q [M, H, D] over the pages of a layer; return [M, H * D]."""
         out, page_size = torch.empty_like(q), self._shape.page_size
         self._wrapper.run(q, (_paged(k, page_size), _paged(v, page_size)), out=out)
         return out.flatten(1)
@@ -260,7 +260,7 @@ def _plan(
 
 
 def _paged(cache: Tensor, page_size: int) -> Tensor:
-    """[num_slots, KVH, D] as [num_pages, page_size, KVH, D]."""
+    """View [num_slots, KVH, D] as [num_pages, page_size, KVH, D]."""
     return cache.view(-1, page_size, *cache.shape[1:])
 
 
@@ -268,21 +268,21 @@ def _bytes(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-# Masks in FlashInfer's form, written on the device so that the host need not know the trees: a row of n tokens that
-# see up to L keys has n * L bits, token after token, in whole bytes, lowest bit first.
+# Masks in FlashInfer's format, written on the device so that the host need not know the trees. A row of n tokens that
+# see up to L keys has n * L bits, token after token, lowest bit first, filled up to whole bytes.
 
 
 def mask_offsets(batch: PagedBatch) -> Tensor:
-    """int32 [B + 2]: the byte where each row's bits begin. A last row without keys is for padding tokens."""
+    """Return int32 [B + 2], the byte where each row's bits begin. A last row without keys is for padding tokens."""
     own, keys = _lengths(batch)
     ends = torch.cumsum((own * keys + 7) // 8, 0)
     return torch.cat([ends.new_zeros(1), ends, ends[-1:]]).to(torch.int32)
 
 
 def write_page_indices(batch: PagedBatch, page_indptr: Tensor, indices: Tensor) -> None:
-    """indices[page_indptr[b] + j] = page j of row b, for all pages that have keys.
+    """Set indices[page_indptr[b] + j] to page j of row b, for all pages that have keys.
 
-    `page_indptr` is int32 [at least B + 1]; the last place of `indices` int32 [N] takes what nobody needs.
+    `page_indptr` is int32 [at least B + 1]. All other table entries go to the last place of `indices`, int32 [N].
     """
     _, keys = _lengths(batch)
     tables = batch.page_tables.index_select(0, batch.table_rows)
@@ -293,15 +293,15 @@ def write_page_indices(batch: PagedBatch, page_indptr: Tensor, indices: Tensor) 
 
 
 def write_packed_mask(batch: PagedBatch, offsets: Tensor, packed: Tensor) -> None:
-    """Write the bits of every row from byte `offsets[b]` on: its context is seen by all, its own tokens by `mask`.
+    """Write the bits of every row from byte `offsets[b]` on: all its tokens see the context, and each other by `mask`.
 
-    Only bits of own tokens are ever 0, few whatever the context: they are taken out of bytes of ones.
+    Only bits of own tokens can be 0, and these are few whatever the context: they are subtracted from bytes of ones.
     """
     if batch.mask is None:
         raise ValueError("a causal batch has no mask to pack")
     own, keys = _lengths(batch)
     token = torch.arange(batch.token_ids.shape[0], dtype=torch.int32, device=packed.device)
-    # Padding tokens get the last row; nothing of theirs is written, since they lie behind its tokens.
+    # Padding tokens get the last row. Nothing is written for them, since they lie behind its tokens.
     row = torch.searchsorted(batch.first[1:], token, right=True, out_int32=True).clamp_(max=len(keys) - 1).long()
     place = token - batch.first[row]
     other = torch.arange(batch.max_row_tokens, device=packed.device)
@@ -310,13 +310,13 @@ def write_packed_mask(batch: PagedBatch, offsets: Tensor, packed: Tensor) -> Non
     hidden = inside & (sees == 0)
     bit = (place * keys[row] + batch.cached_len[row]).unsqueeze(1) + other
     byte = torch.where(hidden, offsets[row].unsqueeze(1) + bit // 8, 0)
-    # Bytes wrap around, so adding 256 - x takes x away; no bit is taken twice, so the order is no matter.
+    # Bytes wrap around, so adding 256 - x subtracts x. No bit is subtracted twice, so the order does not matter.
     taken = torch.where(hidden, 256 - (1 << bit % 8), 0).to(torch.uint8)
     packed.fill_(255)
     packed.index_add_(0, byte.flatten(), taken.flatten())
 
 
 def _lengths(batch: PagedBatch) -> tuple[Tensor, Tensor]:
-    """int64 [B] each: own tokens of the rows, and keys that their last tokens see."""
+    """Return the number of each row's own tokens, and of keys that its last token sees, int64 [B] each."""
     own = torch.diff(batch.first).long()
     return own, torch.where(own > 0, batch.cached_len + own, 0)

@@ -1,6 +1,6 @@
 """Batches whose lengths lie in device memory, so that one CUDA graph serves every round of a shape.
 
-Those of prompts are described on the host, as one array of int32 words that is copied at once.
+Batches of prompts are described on the host, as one array of int32 words that is copied in one go.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MAX_PATH", "PATH_SPLITS", "PagedBatch", "RoundTokens", "TreeBuffers"
 
 @dataclass(slots=True)
 class PagedBatch(TokenBatch):
-    """M token slots over B rows, one row a request; the tokens of a row follow each other. All tensors int32.
+    """M token slots over B rows, one row for each request; the tokens of a row are adjacent. All tensors are int32.
 
     A row's logical positions:
 
@@ -45,14 +45,14 @@ class PagedBatch(TokenBatch):
         max_row_tokens: no row has more tokens of its own than this.
         mask: [M, ceil(max_row_tokens / 32)] bits; bit j of a token says whether it sees token j of its own row. None
             means causal.
-        path: [M, D], for a token the places within its row of its ancestors, by position from cached_len on, and
-            itself; -1 behind it. Given when results must not depend on the shape of the tree.
-        region_base: the row's own keys are tree slots instead of its tokens: bit j of `mask` is the slot at logical
-            position region_base + j, and `slots` are such, too. Needs a mask, and no `path`.
+        path: [M, D], for each token the places within its row of its ancestors and itself, by position from
+            cached_len on; -1 behind itself. Given if results must not depend on the shape of the tree.
+        region_base: if given, the row's own keys are its tree slots instead of its tokens: bit j of `mask` stands for
+            the slot at logical position region_base + j, and `slots` are tree slots. Needs a mask, and no `path`.
         num_splits: programs that share the keys of one tile of queries.
-        short: keys in a region are attended to as behind contexts of at most `short_tokens`, in one launch; slower
-            behind longer ones.
-        lengths: `first` and `cached_len` in host memory, where a host made the batch.
+        short: attend to keys in a region in one launch, as fits contexts of at most `short_tokens`; slower with
+            longer ones.
+        lengths: `first` and `cached_len` in host memory, if the host made the batch.
     """
 
     first: Tensor
@@ -71,10 +71,10 @@ class PagedBatch(TokenBatch):
 
 
 class TreeBuffers:
-    """Device memory of KV slots, ancestor masks and paths of a round's trees; the same at every replay of a graph."""
+    """Device memory for KV slots, ancestor masks and paths of a round's trees; all replays of a graph share it."""
 
     def __init__(self, max_tokens: int, max_path: int, device: torch.device) -> None:
-        # Zeros, as a pass without launches (kernels.compiling.tell_launches) writes where slots say.
+        # Zeros, because a pass without launches (kernels.compiling.tell_launches) still writes to these slots.
         self._slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._mask = torch.zeros(max_tokens * -(-max_tokens // 32), dtype=torch.int32, device=device)
         self._path = torch.zeros(max_tokens, max_path, dtype=torch.int32, device=device)
@@ -89,9 +89,9 @@ class TreeBuffers:
         by_path: bool,
         int_params: Tensor | None = None,
     ) -> PagedBatch:
-        """Expand the trees, on the device, into a batch. `by_path`: attend so that the tree's shape does not matter.
+        """Expand the trees into a batch, on the device.
 
-        `int_params`: see `expand_tree`.
+        `by_path`: attend so that results do not depend on a tree's shape. `int_params`: see `expand_tree`.
         """
         num_tokens = tokens.token_ids.shape[0]
         words = -(-max_row_tokens // 32)
@@ -115,7 +115,7 @@ class TreeBuffers:
 
 
 _ALIGNMENT = 16
-"""int32 words between two places where fields may begin: kernels are compiled anew for pointers aligned otherwise."""
+"""Fields begin at multiples of this many int32 words: for other alignments kernels would be compiled again."""
 
 Words = NDArray[np.int32]
 
@@ -128,16 +128,16 @@ class PromptShape(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """Consecutive tokens of one request in a forward: as many as there are slots."""
+    """Consecutive tokens of one request in a forward, one for each slot."""
 
     table_row: int
     token_ids: Sequence[int] | Words
     start: int
-    """Position of the first one; those before have valid KV."""
+    """Position of the first token; all tokens before it have valid KV."""
     slots: Words
-    """Where their KV goes; -1 for nowhere."""
+    """KV slots of the tokens; -1 for none."""
     offset: int = 0
-    """How far their rotary positions lie behind their positions."""
+    """What is added to positions to get rotary positions."""
 
 
 class PromptLayout:
@@ -152,7 +152,7 @@ class PromptLayout:
         """int32 words in all."""
 
     def describe(self, chunks: Sequence[PromptChunk], spare_row: int) -> Words:
-        """A forward of these chunks; tokens and rows that it does not have are padding, whatever shape is cut out."""
+        """Describe a forward of these chunks. Unused tokens and rows are padding in any shape cut out of it."""
         words = np.zeros(self.size, np.int32)
         token_ids, positions, slots, first, cached_len, table_rows = (words[span] for span in self._spans)
         slots[:] = -1
@@ -171,13 +171,13 @@ class PromptLayout:
         return words
 
     def lengths(self, words: Words) -> HostLengths:
-        """What a description says of lengths."""
+        """Return the lengths in a description."""
         return HostLengths(words[self._spans[3]], words[self._spans[4]])
 
     def batch(
         self, words: Tensor, shape: PromptShape, page_tables: Tensor, page_size: int, lengths: HostLengths | None = None
     ) -> PagedBatch:
-        """The batch of `shape` that `words` int32 [size] on the device describe, see `describe`."""
+        """Return the batch of `shape` that `words`, int32 [size] on the device, describe; see `describe`."""
         tokens, rows = shape
         starts = [span.start for span in self._spans]
         sizes = (tokens, tokens, tokens, rows + 1, rows, rows)

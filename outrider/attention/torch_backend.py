@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, any device. Beside it, attention of draft steps on a CPU."""
+"""The reference backend in plain torch, for any device, and the attention of draft steps on a CPU."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from outrider.device import bf16_flag
 from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary, rotate
 
-# The rows of a folded product: attention is folded while these are few. Measured on 2 Zen 4 cores this halves
-# the time of 1 to 4 queries (bfloat16, one query, 1000 keys: 109 against 560 us); at 16 queries nothing is left of it.
+# Attention is folded if the folded product has at most this many rows. Measured on 2 Zen 4 cores, folding halves the
+# time of 1 to 4 queries (bfloat16, one query, 1000 keys: 109 against 560 us); at 16 queries it gains nothing.
 FOLD_ROWS = 32
-# A call of its own costs what this many padded (query, key) pairs cost: 50 us against 25 ns, measured on 2 Zen 4 cores.
+# A separate call costs as much as this many padded (query, key) pairs: 50 us against 25 ns, measured on 2 Zen 4 cores.
 PAIRS_PER_CALL = 2000
-# What a query gets must not hang on the queries and keys beside it. Torch's CPU kernel sums the weights of keys in
-# vectors of 16 and those behind the last whole one one by one, and sums products of fewer than 4 rows in another order.
-# With keys padded to whole vectors, so many rows at least and a mask wherever the lower triangle is none, a query in
-# bfloat16 gets the same bits beside 0 to 300 others (Zen 4 with avx512_bf16, torch 2.13).
+# A query's result must not depend on the queries and keys beside it. Torch's CPU kernel sums the weights of keys in
+# vectors of 16 and the rest one by one, and it sums products of fewer than 4 rows in another order. So keys are padded
+# to whole vectors, queries to this many rows, and a mask is given unless it is just the lower triangle. A query in
+# bfloat16 then gets the same bits beside 0 to 300 others (Zen 4 with avx512_bf16, torch 2.13).
 KEY_STEP = 16
 MIN_QUERIES = 4
 # A position behind all others.
@@ -91,7 +91,7 @@ class Member(NamedTuple):
 
 
 class _GroupAttention:
-    """Attention of segments that share a call: queries are padded to the most of them, keys to the longest."""
+    """Attention of segments that share a call. Queries are padded to the largest count, keys to the longest segment."""
 
     def __init__(self, members: list[Member], positions: Tensor, kv: KVCache, num_heads: int) -> None:
         self.members = members
@@ -115,7 +115,7 @@ class _GroupAttention:
         slots = torch.empty(size, length, dtype=torch.int64, device=device)
         rows = torch.arange(num_queries, device=device).repeat(size, 1)
         for i, (start, segment) in enumerate(members):
-            # What pads is real memory that the mask hides: spare slots or the own first one, the own last query.
+            # Padding is real memory, hidden by the mask: spare slots or the segment's first one, and its last query.
             used = segment.kv_slots.numel()
             slots[i, :used] = segment.kv_slots
             if used < length <= used + segment.num_spare:
@@ -126,16 +126,19 @@ class _GroupAttention:
         self._slots = _as_slice(slots.view(-1)) if size == 1 else slots.view(-1)
         self._query_rows = rows.view(-1)
         self.rows: Tensor | None = self._query_rows
-        """The batch's row of each padded query; None where they are the same."""
+        """The batch's row of each padded query; None if they are the same."""
         self._masks: dict[tuple[int, bool], Tensor] = {}
 
     def __call__(self, q: Tensor, all_k: Tensor, all_v: Tensor, rules: LayerRules) -> Tensor:
-        """q [M, num_heads, head_dim] -> [B * n, num_heads * head_dim], for B segments of n padded queries."""
+        """Attend with q [M, num_heads, head_dim] of B segments, n padded queries each.
+
+        Returns [B * n, num_heads * head_dim].
+        """
         if self.rows is not None:
             q = q.index_select(0, self.rows)
         k, v = self._read(all_k), self._read(all_v)
         size, length, _, head_dim = self._read_shape
-        # No query lies more than `length` positions behind any key.
+        # No query lies `length` or more positions behind a key, so a window that large hides nothing.
         window = rules.scores.window if rules.scores.window < length else 0
         if self._fold or _is_capped(rules.scores):
             return folded_attention(q, k, v, self._mask(window, True), rules)
@@ -148,8 +151,8 @@ class _GroupAttention:
         return output.transpose(1, 2).reshape(size * self.num_queries, -1)
 
     def _mask(self, window: int, fold: bool) -> Tensor:
-        """What is added to scores, made once a forward: [B, 1, n, L], if `fold` the n rows once for each head of a
-        group."""
+        """Return what is added to scores, [B, 1, n, L], made once per forward; with `fold`, the n rows are repeated for
+        each head of a group."""
         mask = self._masks.get((window, fold))
         if mask is None:
             _, length, num_kv_heads, _ = self._read_shape
@@ -157,7 +160,7 @@ class _GroupAttention:
             allowed = torch.stack([_allowed(segment, self.num_queries, length) for segment in segments])
             if window:
                 allowed &= self._within(window, length)
-            # Torch would turn a bool mask into numbers once a layer.
+            # Torch would convert a bool mask to numbers in every layer.
             hidden = ~allowed.unsqueeze(1)
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
             mask.masked_fill_(hidden, float("-inf"))
@@ -167,9 +170,9 @@ class _GroupAttention:
         return mask
 
     def _within(self, window: int, length: int) -> Tensor:
-        """bool [B, n, L]: keys less than `window` positions before a query.
+        """Return bool [B, n, L]: whether a key lies less than `window` positions before a query.
 
-        Of keys that only a mask places, nodes of earlier forwards, all count as near.
+        Keys whose place only a mask tells, which are nodes of earlier forwards, all count as near.
         """
         queries = self._positions.index_select(0, self._query_rows).view(len(self.members), -1, 1)
         keys = torch.arange(length, device=queries.device).repeat(len(self.members), 1)
@@ -181,7 +184,7 @@ class _GroupAttention:
         return keys.unsqueeze(1) > queries - window
 
     def _read(self, cache: Tensor) -> Tensor:
-        """[num_slots, num_kv_heads, head_dim] -> [B, num_kv_heads, L, head_dim]."""
+        """Read the segments' slots of [num_slots, num_kv_heads, head_dim] as [B, num_kv_heads, L, head_dim]."""
         read = cache[self._slots] if isinstance(self._slots, slice) else cache.index_select(0, self._slots)
         return read.view(self._read_shape).transpose(1, 2)
 
@@ -198,7 +201,7 @@ def _check(segment: Segment) -> None:
 
 
 def group_segments(members: list[Member]) -> list[list[Member]]:
-    """Split a batch into groups; a segment joins the one before it while the padding costs less than a call."""
+    """Split a batch into groups; a segment joins the group before it if the padding costs no more than a call."""
     groups: list[list[Member]] = []
     queries = keys = 0
     for member in sorted(members, key=lambda member: (member.segment.num_queries, member.segment.kv_slots.numel())):
@@ -218,7 +221,7 @@ def group_segments(members: list[Member]) -> list[list[Member]]:
 
 
 def row_order(groups: list[_GroupAttention], num_rows: int) -> Tensor | None:
-    """Where each batch row lies in the groups' padded rows, one group after the other; None when in order already."""
+    """Return where each batch row lies in the padded rows, group after group; None if rows are in order already."""
     order = torch.empty(num_rows, dtype=torch.int64)
     offset = 0
     for group in groups:
@@ -231,7 +234,7 @@ def row_order(groups: list[_GroupAttention], num_rows: int) -> Tensor | None:
 
 
 def _allowed(segment: Segment, num_rows: int, length: int) -> Tensor:
-    """bool [num_rows, length]: context, then the queries' own part, then padding. Padded rows may see anything."""
+    """Return bool [num_rows, length]: context, the queries' own part, then padding. Padded rows may see anything."""
     n, used = segment.num_queries, segment.kv_slots.numel()
     allowed = torch.ones(num_rows, length, dtype=torch.bool, device=segment.kv_slots.device)
     allowed[:n, used:] = False
@@ -243,7 +246,7 @@ def _allowed(segment: Segment, num_rows: int, length: int) -> Tensor:
 
 
 def _as_slice(slots: Tensor) -> Tensor | slice:
-    """Slots that follow each other are read in place. Asked on a CPU only, where it costs no sync."""
+    """Return consecutive slots as a slice, to be read in place. Checked only on a CPU, where this costs no sync."""
     if slots.device.type != "cpu":
         return slots
     first, length = int(slots[0]), slots.numel()
@@ -256,7 +259,7 @@ class HeadSplit:
     """Splits the heads of a forward's M tokens into q, k and v; made once, used by every layer."""
 
     def __init__(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
-        """See AttentionBackend.plan. Of `kv`, the number of its heads and its dtype count."""
+        """See AttentionBackend.plan. Of `kv`, only the number of heads and the dtype matter."""
         self._sizes = (num_heads, kv.k.shape[2])
         self._positions, self._dtype, self._rotary = batch.positions, kv.k.dtype, rotary
         self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
@@ -264,8 +267,8 @@ class HeadSplit:
     def __call__(
         self, heads: Tensor, qk_norm: RMSNorm | None, rotary: Rotary | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
-        tensors; q and k are normed, if there is a norm, and rotated."""
+        """Return q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger tensors; q and k are
+        normed, if there is a norm, and rotated. See AttentionPlan.attend."""
         num_heads, num_kv_heads = self._sizes
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if qk_norm is not None:
@@ -284,10 +287,10 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules
 
     Args:
         q: [B * n, H, D].
-        k: [B, K, L, D]; so are its values `v`.
+        k: [B, K, L, D], like the values `v`.
         mask: what is added to scores, in the dtype of `q`, broadcast to [B, K, G * n, L]: the same n rows G times.
-            None where every query sees every key.
-        rules: of the layer; the mask has the window.
+            None if every query sees every key.
+        rules: the layer's; the mask includes the window.
 
     Returns [B * n, H * D].
     """
@@ -301,16 +304,16 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules
 
 
 def _is_capped(scores: ScoreRules) -> bool:
-    """Whether torch's own attention cannot do it."""
+    """Whether scores have a cap or sinks, which torch's own attention does not support."""
     return bool(scores.softcap) or scores.sinks is not None
 
 
 def _capped_attention(
     rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, scores: ScoreRules
 ) -> Tensor:
-    """Of folded rows [B, K, G * n, D], with capped scores and sinks; weights are float32."""
+    """Attend with folded rows [B, K, G * n, D], capped scores and sinks; weights are float32."""
     if rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not bf16_flag():
-        # Without instructions for it products in bfloat16 take many times as long.
+        # Without instructions for bfloat16, products in it take many times as long.
         return _capped_attention(rows.float(), k.float(), v.float(), mask, scale, scores).to(rows.dtype)
     products = torch.matmul(rows, k.transpose(2, 3)).float() * scale
     if scores.softcap:
@@ -328,7 +331,7 @@ def _capped_attention(
 
 
 def _fold_heads(q: Tensor, k: Tensor) -> Tensor:
-    """[B * n, H, D] to [B, K, G * n, D] for keys [B, K, L, D]."""
+    """Fold [B * n, H, D] to [B, K, G * n, D] for keys [B, K, L, D]."""
     size, num_kv_heads, _, head_dim = k.shape
     num_rows, group = q.shape[0], q.shape[1] // num_kv_heads
     count = num_rows // size
@@ -337,7 +340,7 @@ def _fold_heads(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _unfold_heads(rows: Tensor, group: int) -> Tensor:
-    """[B, K, G * n, D] to [B * n, K * G * D]."""
+    """Unfold [B, K, G * n, D] to [B * n, K * G * D]."""
     size, num_kv_heads, folded, head_dim = rows.shape
     count = folded // group
     return rows.view(size, num_kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4).reshape(size * count, -1)
@@ -345,13 +348,13 @@ def _unfold_heads(rows: Tensor, group: int) -> Tensor:
 
 @dataclass(slots=True)
 class RowSteps:
-    """A request of a step.
+    """One request's nodes in a draft step.
 
     Attributes:
-        row: of the burst.
+        row: the request's row in the burst.
         slots: int64 [n], tree slots of the step's nodes.
-        places: int64 [L + u], KV slots of the context and of the tree's first u slots, the last one in use among them.
-        seen: bool [n, u], which of those tree slots each node sees.
+        places: int64 [L + u], KV slots of the context and of the tree's first u slots, which include all in use.
+        seen: bool [n, u], which of these u tree slots each node sees.
     """
 
     row: int
@@ -362,7 +365,7 @@ class RowSteps:
 
 @dataclass(slots=True)
 class StepBatch(TokenBatch):
-    """Nodes of a step, row by row; `kv_slots` int64 [M] is where their keys and values go."""
+    """The nodes of a draft step, row by row; their keys and values go to `kv_slots`, int64 [M]."""
 
     kv_slots: Tensor
     rows: Sequence[RowSteps]
@@ -373,21 +376,21 @@ class StepBatch(TokenBatch):
 
 
 class RegionAttention(AttentionBackend):
-    """Keys and values of a burst's requests lie side by side, context first, gathered once for all steps.
+    """Keeps the keys and values of a burst's requests side by side, context first, gathered once for all steps.
 
-    What nodes write goes to the cache, too.
+    Keys and values of new nodes go to the cache, too.
     """
 
     def __init__(self, kv: KVCache, places: Sequence[Tensor], region: int) -> None:
-        """For each request of the burst: KV slots of its context and of its tree region, int64 [L + region]."""
+        """`places`: for each request of the burst, KV slots of its context and tree region, int64 [L + region]."""
         self.kv, self._places = kv, places
         self.lengths = [len(found) - region for found in places]
-        """Of each context."""
+        """Length of each context."""
         self.held: list[list[tuple[Tensor, Tensor]]] = []
         """Keys and values of each request, by layer."""
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend. Raises TypeError for another batch than a step's."""
+        """See AttentionBackend. Raises TypeError for a batch that is not a StepBatch."""
         if not isinstance(batch, StepBatch):
             raise TypeError(f"{type(batch).__name__} is no step of a burst")
         if not self.held:
@@ -423,14 +426,14 @@ class _RegionPlan(AttentionPlan):
 
 
 def _mask(part: RowSteps, dtype: torch.dtype) -> Tensor:
-    """[n, L + u], 0 where a node sees, else -inf."""
+    """Return [n, L + u]: 0 where a node sees a key, else -inf."""
     mask = torch.zeros(len(part.slots), len(part.places), dtype=dtype)
     mask[:, len(part.places) - part.seen.shape[1] :].masked_fill_(~part.seen, -torch.inf)
     return mask
 
 
 def _within(mask: Tensor, positions: Tensor, length: int, window: int) -> Tensor:
-    """The mask of a row with what the window hides of its context of `length`; all of its tree counts as near."""
+    """Return a row's mask that also hides its context of `length` before the window; all of its tree counts as near."""
     far = torch.arange(length, device=mask.device) <= positions.unsqueeze(1) - window
     mask = mask.clone()
     mask[:, :length].masked_fill_(far.repeat(len(mask) // len(far), 1), float("-inf"))
@@ -438,7 +441,7 @@ def _within(mask: Tensor, positions: Tensor, length: int, window: int) -> Tensor
 
 
 def _gather(kv: KVCache, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, each [K, L + region, D]."""
+    """Return keys and values of a layer, each [K, L + region, D]."""
     keys, values = (
         cache.index_select(0, places).transpose(0, 1).contiguous() for cache in (kv.k_layers[layer], kv.v_layers[layer])
     )

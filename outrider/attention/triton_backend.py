@@ -28,7 +28,10 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """Of a layer: one launch rotates and writes, for small models behind norm and product; one or two attend."""
+    """For each layer, one launch rotates and writes heads, and one or two attend.
+
+    In small models the first launch also does the norm and the product before it.
+    """
 
     def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         self.batch = batch
@@ -44,11 +47,11 @@ class TritonPlan(AttentionPlan):
                 raise ValueError("nodes in a tree region need a mask, and have no deterministic mode")
             rows = (batch.first, batch.table_rows, batch.page_tables)
             self._branches = list_branches(batch.mask, *rows, base=batch.region_base, page_size=batch.page_size)
-        # Behind the lists, which attention reads early: this launch waits for them.
+        # After the lists, which attention reads early: this launch waits for them.
         self._angles_of(PLAIN)
 
     def _angles_of(self, rules: LayerRules) -> tuple[Tensor, Tensor]:
-        """cos and sin for the batch, once a forward for each rotary embedding."""
+        """Return cos and sin for the batch, computed once per forward for each rotary embedding."""
         rotary = rules.rotary or self._rotary
         found = self._angles.get(rotary)
         if found is None:
@@ -67,7 +70,7 @@ class TritonPlan(AttentionPlan):
     def attend_stream(
         self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN
     ) -> Tensor | None:
-        """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
+        """See AttentionPlan. Norm, product, rotation and writing are one launch if rows are few and narrow."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         num_rows, size = stream.shape
         if k.dtype != stream.dtype:

@@ -1,6 +1,6 @@
-"""What an answer must look like, as a request says it, and what is wrong with that at first sight; torch-free.
+"""Grammars that requests set for their answers, and checks of them that need no compilation. Torch-free.
 
-Whether a grammar can be compiled is another question, which only compiling answers (`outrider.grammar.compiler`).
+Whether a grammar can be compiled is only known after compiling it (`outrider.grammar.compiler`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.errors import InvalidGrammarError
 
 
 class GrammarKind(Enum):
-    """In which language a grammar is written."""
+    """The language that a grammar is written in."""
 
     JSON_OBJECT = "json_object"
     """Any JSON object; has no source."""
@@ -29,21 +29,21 @@ class GrammarKind(Enum):
     CHOICE = "choice"
     """The source is a JSON list of texts, of which the answer is one."""
     EBNF = "ebnf"
-    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF; or rules in Lark, the line
-    `FORM_BELOW`, and below it a grammar of its own, in either language, which those rules call `form`; or rules, the
-    line `PATTERN_BELOW`, and below it a regular expression, which they call `PATTERN`."""
+    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF. Rules in Lark may be followed
+    by the line `FORM_BELOW` and a second grammar in either language, which the rules call `form`, or by the line
+    `PATTERN_BELOW` and a regular expression, which they call `PATTERN`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The texts that an answer may be."""
+    """A grammar that an answer must match as a whole."""
 
     kind: GrammarKind
     source: str = ""
 
     @classmethod
     def of_choices(cls, choices: list[str]) -> Grammar:
-        """One of these texts."""
+        """Return the grammar whose answers are these texts."""
         return cls(GrammarKind.CHOICE, json.dumps(choices, ensure_ascii=False))
 
     @property
@@ -53,7 +53,7 @@ class Grammar:
 
     @property
     def digest(self) -> str:
-        """Names the grammar by its content: SHA-256, hexadecimal."""
+        """SHA-256 of the grammar's kind and source, hexadecimal."""
         return hashlib.sha256(f"{self.kind.value}\n{self.source}".encode()).hexdigest()
 
     @property
@@ -63,25 +63,25 @@ class Grammar:
 
 
 FORM_BELOW = "%form"
-"""The line between the rules of an EBNF and the grammar that they are for."""
+"""The line between the rules of an EBNF and the grammar that they call `form`."""
 PATTERN_BELOW = "%pattern"
-"""The line between the rules of an EBNF and the regular expression that they are for."""
+"""The line between the rules of an EBNF and the regular expression that they call `PATTERN`."""
 NO_ORDERS = "%llguidance {}"
-"""How a grammar in Lark may begin that gives the grammar library no orders."""
+"""The only directive to the grammar library that a grammar in Lark may begin with: it sets no options."""
 MAX_SOURCE_BYTES = 65536
-"""Of a JSON schema."""
+"""Longest source of a JSON schema, an EBNF or a CHOICE."""
 MAX_REGEX_BYTES = 4096
 MAX_CHOICES = 1024
 MAX_DEPTH = 64
-"""Of nested objects and lists in a JSON schema."""
+"""Most levels of nested objects and lists in a JSON schema."""
 _MAX_REFERENCES = 8
-"""From the schema of an object's names to the one that says what they are."""
+"""Most references from a `propertyNames` to the schema that says what the names are."""
 
 _WHOLE_NUMBERS = range(-(10**18), 2**64)
-"""What a schema may hold: of others the grammar library says that they are no JSON, and near -2^63 it crashes."""
+"""Integers that a schema may hold: the grammar library refuses others as invalid JSON, and near -2^63 it crashes."""
 _MANY_DIGITS = re.compile(r"-?(?<![\d.])\d{19,4000}(?![\d.eE])")
 EXACT_ONE_OF: dict[str, Any] = {"x-guidance": {"coerce_one_of": False}}
-"""The one order to the grammar library that a schema may hold: `oneOf` is not read as `anyOf` where cases overlap."""
+"""The only option of the grammar library that a schema may set: not to read `oneOf` as `anyOf` if cases overlap."""
 _UNSUPPORTED = {
     "not": "say what is allowed instead",
     "if": "use anyOf with both cases",
@@ -98,25 +98,25 @@ _UNSUPPORTED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
-"""Keywords of JSON Schema that no token mask can hold to, and what to write instead."""
+"""Keywords of JSON Schema that no token mask can enforce, and what to write instead."""
 _DROPPED = ("uniqueItems", "$dynamicAnchor", "$recursiveAnchor")
-"""Keywords that the grammar library refuses, and others that constrain answers pass over."""
+"""Keywords that are dropped: the grammar library refuses them, and other engines ignore them."""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Values of `format` that the library holds to; all others are annotations, as JSON Schema has it."""
+"""Values of `format` that the library enforces; all others are annotations, as in JSON Schema."""
 _DIALECTS = ("http://json-schema.org/draft", "https://json-schema.org/draft")
-"""What the library knows of `$schema`; for others it would fetch something."""
+"""Beginnings of `$schema` that the library knows; for others it would fetch something."""
 _NAMES = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value maps names, which may be any, to schemas."""
+"""Keywords whose value maps arbitrary names to schemas."""
 _NAME_KEYS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref"})
-"""Keywords that count in the schema of `propertyNames`; for strings, which all names are."""
+"""Keywords that matter in the schema of `propertyNames`: those for strings, since all names are strings."""
 _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
-"""Keywords whose value is no schema, like that of all that begin with x-."""
+"""Keywords whose value is not a schema; that of keywords which begin with x- is not, either."""
 
 
 def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = False) -> None:
-    """Raise InvalidGrammarError, about `field`, for a grammar that is too large or asks for what is not supported.
+    """Raise InvalidGrammarError, about `field`, for a grammar that is too large or uses unsupported features.
 
-    `strict`: also for a schema with `uniqueItems`, or with a `format` of names, to which nothing is held.
+    `strict` also refuses a schema with `uniqueItems` or a `format` of names, which are not enforced.
     """
     field = field or grammar.field
     match grammar.kind:
@@ -131,7 +131,7 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
             if not grammar.source.strip():
                 raise InvalidGrammarError(field, "is empty", "send a grammar with a rule named root or start")
             rules = grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]
-            # Without any order: so begins what the library's own clients write.
+            # The library's own clients begin grammars with this directive, which sets nothing.
             if "%llguidance" in rules.replace(NO_ORDERS, "", 1):
                 raise InvalidGrammarError(field, "gives orders to the grammar library", "remove %llguidance")
             if "%json" in grammar.source:
@@ -147,10 +147,10 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
 
 
 def without_further_keys(source: str) -> str:
-    """A JSON schema whose objects have no keys but those it names, unless it says otherwise: OpenAI's `strict`.
+    """Return a JSON schema whose objects have only the keys it names, unless it says otherwise: OpenAI's `strict`.
 
-    Its `oneOf` is held to, or refused by verify. Schemas joined by allOf stay as they are: each would forbid the
-    others' keys. Raises ValueError, RecursionError.
+    Its `oneOf` is enforced, or refused by verify. Schemas joined by allOf stay as they are, because each would forbid
+    the keys of the others. Raises ValueError, RecursionError.
     """
     schema = json.loads(source)
     level: list[Any] = [schema]
@@ -165,7 +165,7 @@ def without_further_keys(source: str) -> str:
 
 
 def prepare_schema(schema: Any) -> None:
-    """Write a JSON schema as the grammar library takes it: `propertyNames` in its words, and without annotations."""
+    """Rewrite a JSON schema for the grammar library, in place: express `propertyNames` otherwise, drop annotations."""
     level: list[Any] = [schema]
     while level:
         value = level.pop()
@@ -179,9 +179,9 @@ def prepare_schema(schema: Any) -> None:
 
 
 def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
-    """A schema of objects whose names fit the schema `names`; None where no other keywords can say so.
+    """Return a schema of objects whose names fit the schema `names`; None if other keywords cannot express it.
 
-    `root`: the schema that references begin at.
+    `root` is the schema that references start from.
     """
     for _ in range(_MAX_REFERENCES):
         if isinstance(names, bool):
@@ -208,9 +208,9 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
 
 
 def pointed_at(root: Any, reference: Any) -> Any:
-    """What a reference within a schema points at; None where that is nothing, or deeper than a schema may be."""
+    """Return what a reference within a schema points at; None if nothing, or deeper than a schema may be."""
     parts = str(reference).removeprefix("#").split("/")[1:]
-    if len(parts) > 2 * MAX_DEPTH:  # a keyword and a name each
+    if len(parts) > 2 * MAX_DEPTH:  # a keyword and a name for each level
         return None
     for part in parts:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -266,7 +266,7 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
 
 
 def _check_numbers(schema: Any, field: str) -> None:
-    """Raise InvalidGrammarError for a number, wherever it stands, that the grammar library would take for another."""
+    """Raise InvalidGrammarError for a number anywhere in a schema that the grammar library would misread."""
     level: list[tuple[Any, str]] = [(schema, field)]
     while level:
         value, place = level.pop()
@@ -281,7 +281,7 @@ def _check_numbers(schema: Any, field: str) -> None:
 
 
 def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
-    """Raise InvalidGrammarError for an unsupported keyword of a schema; lists have none."""
+    """Raise InvalidGrammarError for an unsupported keyword of a schema. A list has no keywords."""
     for key, child in value.items() if isinstance(value, dict) else ():
         if key in EXACT_ONE_OF:
             raise InvalidGrammarError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
@@ -295,9 +295,9 @@ def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
 
 
 def _check_names(names: Any, place: str, root: Any, *, strict: bool) -> int:
-    """Returns about the bytes of what `prepare_schema` writes for these `propertyNames`, for each object that has them.
+    """Return roughly how many bytes `prepare_schema` writes for these `propertyNames` at each object that has them.
 
-    Raises InvalidGrammarError about `place` where it has no words for them.
+    Raises InvalidGrammarError about `place` if it cannot express them.
     """
     known = _object_of_names(names, root)
     if known is None:
@@ -309,7 +309,7 @@ def _check_names(names: Any, place: str, root: Any, *, strict: bool) -> int:
 
 
 def _subschemas(value: Any) -> list[tuple[str, Any]]:
-    """Objects and lists right below a schema, or a list of them, that are schemas or lists of such, by their places."""
+    """Return the schemas and lists of schemas directly below a schema or a list of schemas, with their places."""
     below: list[tuple[str, Any]] = []
     if isinstance(value, list):
         below = [(f"[{index}]", child) for index, child in enumerate(value)]
