@@ -1,13 +1,13 @@
-"""Grammars compiled with the grammar library over the tokens of a model, and where answers are in them. Torch-free.
+"""Compiles grammars for a model's tokens with the grammar library, and tracks answers in them. Torch-free.
 
-Which tokens may come next is known after an answer and after every draft path below it: in a trie below the answer's
-newest committed token, a mask at each node. Following a commit means to go down the trie; what drafts have guessed
-right has its mask already. One matcher of the library moves about in it.
+The tokens that may come next are known after an answer and after every draft path below it: a trie below the answer's
+newest committed token has a mask at each node. Following a commit means going down the trie, where nodes that drafts
+guessed right have their masks already. One matcher of the library moves about in the trie.
 
-Run as `python -m outrider.grammar.compiler` it tries grammars in a process of its own, which a hostile one may break.
-Arguments: the model's folder, its vocabulary's size, the tokens that end an answer. Reads frames from stdin and answers
-each on stdout: four bytes of length, little-endian, then msgpack; a `Grammar`, and a `Verdict` on it. An empty frame
-comes first, when it is ready. Ends with its stdin.
+Run as `python -m outrider.grammar.compiler`, it tries grammars in a process of its own, which a hostile one may break.
+Arguments: the model's folder, its vocabulary's size, the tokens that end an answer. It reads frames with a `Grammar`
+from stdin and answers each with a `Verdict` on stdout: four bytes of length, little-endian, then msgpack. It first
+sends an empty frame, when it is ready, and ends with its stdin.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from outrider.errors import ConfigError, InvalidGrammarError, OutriderError
 from outrider.grammar.spec import FORM_BELOW, NO_ORDERS, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
-"""In front of each frame."""
+"""The length in front of each frame."""
 MEMORY_BYTES = 2 << 30
-"""Address space of the process that tries grammars; it needs a tenth of that for the tokenizer."""
+"""Address space of the process that tries grammars; the tokenizer needs a tenth of it."""
 
 
 class GrammarVocabulary:
-    """Which bytes each token stands for, and which tokens end an answer.
+    """The bytes that each token stands for, and the tokens that end an answer.
 
-    Special tokens stand for no bytes, so that no grammar ever allows one inside of a text. Ids past the tokenizer's own
+    Special tokens stand for no bytes, so that no grammar ever allows one inside a text. Ids past the tokenizer's own
     are never legal.
     """
 
@@ -55,7 +55,7 @@ class GrammarVocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary:
-        """Of a model's folder: takes its `tokenizer.json`, about 0.3 s for 49k tokens.
+        """Read the `tokenizer.json` of a model's folder, in about 0.3 s for 49k tokens.
 
         `vocab_size`: ids below this are legal. `end_ids`: tokens that end an answer. Raises ConfigError if the library
         cannot read the tokenizer, or if nothing can end an answer.
@@ -77,10 +77,10 @@ class GrammarVocabulary:
 
 
 def _without_spelling(tokenizer_json: bytes, end_ids: Sequence[int]) -> str:
-    """A tokenizer.json whose special tokens, and tokens that end an answer, have names that no text holds.
+    """Return a tokenizer.json whose special tokens, and tokens that end an answer, have names that no text holds.
 
-    The library turns text that a grammar leaves no choice about into tokens, and would take the name of such a token
-    in it for that token, whose bytes are none of the text.
+    The library tokenizes text that a grammar forces. It would read the name of such a token there as the token itself,
+    which does not stand for these bytes.
     """
     tokenizer = msgspec.json.decode(tokenizer_json)
     model, unlikely = tokenizer["model"], secrets.token_hex(8)
@@ -109,28 +109,28 @@ _LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,
-    # Else messages show the whole grammar and the answer so far.
+    # Otherwise messages show the whole grammar and the answer so far.
     verbose_errors=False,
 )
-"""A mask takes 40 ms at the very most, and the states of one grammar's lexer some 40 MB."""
+"""With these, a mask takes at most 40 ms, and the lexer states of one grammar some 40 MB."""
 
 _OPTIONS = {
-    # Without a bound a small model may go on with line breaks for ever.
+    # Without a bound, a small model may write line breaks for ever.
     "whitespace_pattern": r"[ \n\r\t]{1,40}",
     "lenient": False,
 }
 _DEFAULTS = {"coerce_one_of": True}
-"""Of options that a schema may set; see `EXACT_ONE_OF`."""
+"""Defaults of options that a schema may set; see `EXACT_ONE_OF`."""
 _MOST_MASKS = 50_000
-"""Masks after which a compiled grammar is compiled anew: what its lexer has met stays in memory, and is bounded."""
+"""Masks after which a grammar is compiled again: its lexer keeps the states it has met, up to a limit."""
 _MAX_REASON = 300
 _PROBE_TOKENS = 48
 _NUM_PROBES = 4
 _MOST_LOOKED_AT = 4096
 _TOO_MUCH = ("too many", "too big", "too large", "too complex", "fuel", "limit", "max is")
-"""What the library's messages say where one of `_LIMITS` was reached."""
+"""Words in the library's messages when one of `_LIMITS` was reached."""
 _QUOTED = re.compile(r'^ *\d+ \| .*$|"(?:\\.|[^"\\\n])*"', re.MULTILINE)
-"""What such a message quotes of the grammar: its lines, with their numbers, and names or texts in them."""
+"""Quotations of the grammar in the library's messages: numbered lines, and names or texts."""
 _FIXES = {
     GrammarKind.JSON_OBJECT: "report it",
     GrammarKind.JSON_SCHEMA: "leave out what is not supported, or split the schema",
@@ -142,7 +142,7 @@ _FIXES = {
 
 @dataclass(eq=False, repr=False)
 class CompiledGrammar:
-    """A grammar ready to make matchers, which share what they learn about its tokens. One thread uses it at a time."""
+    """A grammar ready to make matchers, which share what they learn about its tokens. Only one thread may use it."""
 
     grammar: Grammar
     vocabulary: GrammarVocabulary
@@ -150,28 +150,28 @@ class CompiledGrammar:
     num_masks: int = 0
     """Masks computed by all of its matchers."""
     num_renewals: int = 0
-    """How often it was compiled anew, so that matchers share nothing with those made before."""
+    """How often the grammar was compiled again. Matchers share nothing with those made before that."""
     renew: Callable[[GrammarState], None] | None = None
-    """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None never does."""
+    """Starts compiling the grammar again for an answer, which then gets `GrammarState.renewed`; None if impossible."""
 
     @property
     def worn(self) -> bool:
-        """Whether it should be compiled anew before it is used by another request."""
+        """Whether the grammar should be compiled again before another request uses it."""
         return self.num_masks > _MOST_MASKS
 
     def matcher(self) -> LLMatcher:
-        """A matcher at the start of an answer; some microseconds."""
+        """Return a matcher at the start of an answer; takes some microseconds."""
         return self._pristine.deep_copy()
 
     def adopt(self, fresh: CompiledGrammar) -> None:
-        """Make matchers of the same grammar, compiled anew, from now on."""
+        """Make matchers from `fresh`, the same grammar compiled again, from now on."""
         self._pristine = fresh.matcher()
         self.num_masks = 0
         self.num_renewals += 1
 
 
 def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> CompiledGrammar:
-    """Compile a grammar that `check_grammar` has passed; from 1 ms to a second, without holding the interpreter.
+    """Compile a grammar that has passed `check_grammar`; takes 1 ms to a second, without holding the interpreter.
 
     Raises InvalidGrammarError if it cannot be compiled within the limits, or allows no text at all.
     """
@@ -180,7 +180,7 @@ def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> Compiled
     except (ValueError, RecursionError, LookupError) as error:
         raise refusal(grammar, str(error)) from None
     if not matcher.is_error():
-        # The first mask is where a lexer that is too large shows.
+        # A lexer that is too large only fails at the first mask.
         matcher.compute_bitmask()
     if matcher.is_error():
         raise refusal(grammar, matcher.get_error())
@@ -188,7 +188,7 @@ def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> Compiled
 
 
 def source_of(grammar: Grammar) -> str:
-    """The grammar in the library's own form."""
+    """Return the grammar in the library's own form."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_OPTIONS)  # type: ignore[arg-type]
@@ -199,14 +199,14 @@ def source_of(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_lark(f"start: {_terminal(grammar.source)}")
         case GrammarKind.CHOICE:
-            # A JSON text is a literal of the library's language, too.
+            # A JSON string is also a literal of the library's language.
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar.choices))
         case GrammarKind.EBNF:
             return LLMatcher.grammar_from_lark(_lark_of(grammar))
 
 
 def _terminal(pattern: str) -> str:
-    """A regular expression as Lark has it, with digits and words as in JavaScript and JSON Schema: of ASCII."""
+    """Convert a regular expression to Lark, with digits and words of ASCII, as in JavaScript and JSON Schema."""
     return f"/{regex_to_lark(pattern, use_ascii='dw')}/"
 
 
@@ -218,24 +218,24 @@ def _lark_of(grammar: Grammar) -> str:
     try:
         if not below:
             return _as_lark(rules)
-        # What was GBNF begins with an order to the library, which has no place within other rules.
+        # Rules converted from GBNF begin with a directive to the library, which is not allowed within other rules.
         return f"{rules}\nform: %lark {{ {_as_lark(form).lstrip().removeprefix(NO_ORDERS)}\n}}"
-    except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
+    except Exception as error:  # a rule that is missing or there twice raises no class of its own
         raise refusal(grammar, str(error)) from None
 
 
 def _as_lark(rules: str) -> str:
-    """Rules in Lark as they are, those in GBNF put into Lark."""
+    """Return rules in Lark, converting those in GBNF."""
     # The library takes a grammar for GBNF unless a line begins with "start:", which in Lark may be "?start:", too.
     return any_to_lark(rules) if "::=" in rules else rules
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
-    """What a client is told of a grammar that the library refuses or gives up on."""
+    """Return the error that a client gets for a grammar that the library refuses or gives up on."""
     said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
     own = _QUOTED.sub("", said)
     if "regex parse error" in own:
-        # The lines before show the place in the library's own form of the grammar.
+        # The lines before the last quote the library's own form of the grammar.
         said = f"holds a regular expression that is not supported: {said.rpartition('error: ')[2].splitlines()[0]}"
         fix = _FIXES[GrammarKind.REGEX]
     elif "lookarounds not supported" in own:
@@ -263,7 +263,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
 def probe(compiled: CompiledGrammar) -> None:
     """Write a few answers of random legal tokens, to see whether masks within an answer can be computed, too.
 
-    Raises InvalidGrammarError where they cannot.
+    Raises InvalidGrammarError if they cannot.
     """
     source = random.Random(compiled.grammar.digest)
     for _ in range(_NUM_PROBES):
@@ -284,54 +284,54 @@ Mask = NDArray[np.int32]
 """[num_words]: bit v % 32 of word v // 32 is set where token v may come next."""
 
 TokenPath = tuple[int, ...]
-"""Draft tokens from below the newest committed token on."""
+"""Draft tokens, from the one below the newest committed token on."""
 
 
 @dataclass(slots=True, eq=False)
 class GrammarNode:
-    """The state behind one token. It knows nothing of what is above it, so that dropping one frees all below."""
+    """The state after one token. A node has no reference to its parent, so dropping it frees all nodes below it."""
 
     gave_up: bool = False
-    """Whether the library failed here; it is asked again only when this is the root."""
+    """Whether the library failed here; it is asked again only if this node becomes the root."""
     mask: Mask | None = None
-    """None until it was asked for."""
+    """None until it has been asked for."""
     children: dict[int, GrammarNode] = field(default_factory=dict)
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next; False while the mask is not there."""
+        """Whether `token` may come next; False while there is no mask."""
         return self.mask is not None and bool(int(self.mask[token >> 5]) >> (token & 31) & 1)
 
 
 class GrammarState:
     """One answer under a grammar.
 
-    Behind a token that ends the answer, and where the grammar has room for no more text, only tokens that end are
-    legal. `error` says why masks at the root cannot be computed, once that is so; while the state `waits`, they cannot
-    yet.
+    After a token that ends the answer, and where the grammar allows no more text, only tokens that end it are legal.
+    `error` says why the root's mask cannot be computed, once that is certain. While the state `waits`, the mask cannot
+    be computed yet.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self.root = GrammarNode()
-        """The state behind the newest committed token."""
+        """The state after the newest committed token."""
         self.num_committed = 0
-        """Tokens of the answer that were followed."""
+        """Committed tokens of the answer."""
         self.error: OutriderError | None = None
         self.waits = False
-        """Whether the grammar is being compiled anew for the root's mask."""
+        """Whether the grammar is being compiled again for the root's mask."""
         self.compiled = compiled
         self._was_renewed = False
         self._end_ids = compiled.vocabulary.end_ids
         self.end_mask = _end_mask(self._end_ids, compiled.vocabulary.num_words)
-        """Allows nothing but the end."""
+        """The mask that allows only tokens that end the answer."""
         self._matcher = compiled.matcher()
         self._num_renewals = compiled.num_renewals
         self._answer: list[int] = []
-        # What the matcher has consumed: so many tokens of the answer, then this path.
+        # The matcher has consumed this many tokens of the answer, and then this path.
         self._num_consumed = 0
         self._path: TokenPath = ()
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Tokens were committed. They are legal, since they were sampled under the masks."""
+        """Follow committed tokens. They are legal, since they were sampled under the masks."""
         for token in token_ids:
             self.root = self.root.children.get(token) or GrammarNode()
         self._answer += token_ids
@@ -342,14 +342,14 @@ class GrammarState:
         self._path = self._path[num_known:]
 
     def child(self, node: GrammarNode, token: int) -> GrammarNode | None:
-        """The state behind `token` below a node whose mask is there; None if the grammar forbids it."""
+        """Return the state after `token` below a node that has its mask; None if the grammar forbids the token."""
         found = node.children.get(token)
         if found is None and node.allows(token):
             found = node.children[token] = GrammarNode()
         return found
 
     def mask(self, node: GrammarNode, path: TokenPath) -> Mask | None:
-        """The mask of the node at the end of `path`; computed if it is not there. None if the library gave up on it."""
+        """Return the mask of the node at the end of `path`, computing it if needed; None if it cannot be computed."""
         if node.mask is None and not (node.gave_up and path) and not self.waits and self.error is None:
             ends = path[-1] in self._end_ids if path else bool(self._answer) and self._answer[-1] in self._end_ids
             node.mask = self.end_mask if ends else self._compute(path)
@@ -357,11 +357,11 @@ class GrammarState:
         return node.mask
 
     def renewed(self, error: OutriderError | None = None) -> None:
-        """The grammar was compiled anew, as `CompiledGrammar.renew` was asked to, or could not be."""
+        """Called when the grammar was compiled again as `CompiledGrammar.renew` asked, or failed to with `error`."""
         self.waits, self._was_renewed, self.error = False, True, error
 
     def find(self, path: TokenPath) -> GrammarNode | None:
-        """The state behind a path, with the masks on the way to it; None if the grammar forbids it."""
+        """Return the state after a path, computing the masks on the way. None if it is forbidden or a mask fails."""
         node: GrammarNode | None = self.root
         for depth, token in enumerate(path):
             if node is None or self.mask(node, path[:depth]) is None:
@@ -374,18 +374,18 @@ class GrammarState:
         if mask is None and not path:
             mask = self._try_afresh()
         if mask is None:
-            # A matcher that is in error stays so.
+            # A matcher cannot leave its error state.
             self._restart(self.compiled.matcher())
         elif not path:
             self._was_renewed = False
         return mask
 
     def _try_afresh(self) -> Mask | None:
-        """The root's mask from a grammar that is compiled anew: others may have used up what its matchers share.
+        """Compute the root's mask with the grammar compiled again: others may have used up what its matchers share.
 
-        None while it is being compiled, and where it is not or does not help, with an error.
+        Returns None while it is being compiled, and, with `error` set, if it is not compiled or does not help.
         """
-        # All answers of a grammar come here at once, and compiling takes up to a second: the first one's does for all.
+        # All answers of a grammar get here at once, and compiling takes up to a second: the first one's serves all.
         if self._num_renewals < self.compiled.num_renewals:
             self._restart(self.compiled.matcher())
             if (mask := self._try(())) is not None:
@@ -405,12 +405,12 @@ class GrammarState:
         if matcher.is_stopped():
             return self.end_mask
         packed = matcher.compute_bitmask()
-        # The library keeps a bit more than there are tokens, which is a word more where those fill whole words.
+        # The library's mask has one bit more than there are tokens: one word more if tokens fill whole words.
         words = np.frombuffer(packed, np.int32)[: self.compiled.vocabulary.num_words]
         return None if matcher.is_error() else words
 
     def _move(self, path: TokenPath) -> bool:
-        """Bring the matcher to the end of a path below the answer; False if that fails."""
+        """Move the matcher to the end of a path below the answer; return False if that fails."""
         matcher, behind = self._matcher, self._answer[self._num_consumed :]
         num_same = 0 if behind else _num_common(path, self._path)
         num_back = len(self._path) - num_same
@@ -427,7 +427,7 @@ class GrammarState:
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Return how many tokens both sequences begin with alike."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
@@ -435,12 +435,12 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def unpack(mask: Mask, vocab_size: int) -> NDArray[np.bool_]:
-    """A mask as bool [vocab_size]: True where a token may come next."""
+    """Return a mask as bool [vocab_size]: True where a token may come next."""
     return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def _end_mask(end_ids: frozenset[int], num_words: int) -> Mask:
-    """A mask that allows only tokens that end an answer."""
+    """Return a mask that allows only tokens that end an answer."""
     words = np.zeros(num_words, np.uint32)
     for token in end_ids:
         words[token >> 5] |= np.uint32(1 << (token & 31))
@@ -448,16 +448,16 @@ def _end_mask(end_ids: frozenset[int], num_words: int) -> Mask:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was found; an empty problem means that the grammar can be used."""
+    """The result of trying a grammar; an empty problem means that it can be used."""
 
     problem: str = ""
     fix: str = ""
     lasting: bool = True
-    """Whether the same would be found again: what a busy machine had no time or memory for is no such thing."""
+    """Whether the same would be found again; False if the machine had too little time or memory."""
 
 
 def judge(grammar: Grammar, vocabulary: GrammarVocabulary | None) -> Verdict:
-    """Compile a grammar and try it out. Without a vocabulary none can be used."""
+    """Compile a grammar and try it out. Without a vocabulary no grammar can be used."""
     if vocabulary is None:
         return Verdict("cannot be used: the grammar library does not know the model's tokenizer", "leave it out")
     try:
@@ -468,7 +468,7 @@ def judge(grammar: Grammar, vocabulary: GrammarVocabulary | None) -> Verdict:
 
 
 def serve(vocabulary: GrammarVocabulary | None, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Judge what comes until nothing does any more."""
+    """Judge the grammars in `requests` until it ends."""
     decoder = msgspec.msgpack.Decoder(Grammar)
     _write(answers, b"")
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
@@ -482,11 +482,11 @@ def _write(answers: BinaryIO, body: bytes) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve stdin; returns the exit code."""
+    """Serve stdin; return the exit code."""
     folder, size, *end_ids = argv
     os.nice(5)
     vocabulary: GrammarVocabulary | None = None
-    # The engine serves such a model, too, without grammars.
+    # The engine also serves a model whose tokenizer cannot be read, but without grammars.
     with suppress(ConfigError):
         vocabulary = GrammarVocabulary.from_folder(Path(folder), int(size), [int(token) for token in end_ids])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

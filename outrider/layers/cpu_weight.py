@@ -1,4 +1,4 @@
-"""A matrix as a CPU multiplies with it: in blocks of kernels.cpu where these take it, else in oneDNN's own layout."""
+"""Matrices laid out for products on a CPU: in blocks of kernels.cpu if these support them, else in oneDNN's layout."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from kernels.cpu.products import MAX_ROWS, Packed, eight_bits, fits, packed_four
 from kernels.quant_weight import QuantWeight, unpacked
 from outrider.device import bf16_flag
 
-# oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
-# 18 ms for 1 to 6 rows in float32. So fewer are padded with zeros to five.
+# oneDNN's packed product is slower for fewer than five rows: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18 and
+# 18 ms for 1 to 6 rows in float32. So fewer rows are padded with zeros to five.
 MIN_ROWS = 5
 
 _STEPS = 15
 _ROUNDING = 2.0**-7
-"""Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
+"""Twice that of bfloat16: the share of a group's largest weight by which its weights may lie off its levels."""
 _SAMPLE = 16
-"""Rows that are looked at before the whole matrix: most have no levels."""
+"""Rows that are looked at before the whole matrix, because most matrices have no levels."""
 
 
 class CpuWeight:
     """W [out, in], packed.
 
-    In bfloat16: by kernels.cpu, and, where weights lie on 16 or 255 levels in each group, in four or eight bits for up
-    to MAX_ROWS rows, which take as long as their weights take to be read; for any number of rows where codes are
-    multiplied as they are (VNNI). A row's result does not depend on the rows beside it, while they are as few, or more.
-    Measured on two cores, [3072, 576] with weights of 16 bits, ms for 16, 64
-    and 512 rows: on a Xeon with AMX 0.08, 0.26, 1.96, oneDNN 0.14, 0.31, 1.78; on one with AVX-512 without AMX 0.31,
-    0.78, 5.9, oneDNN in bfloat16 1.9, 5.5, 32 and in float32 0.47, 1.29, 6.5.
+    In bfloat16, kernels.cpu multiplies. If weights lie on 16 or 255 levels in each group, it uses four or eight bits:
+    for up to MAX_ROWS rows, which take as long as reading the weights, or for any number of rows if codes are
+    multiplied as they are (VNNI). A row's result does not depend on the rows beside it, as long as there are at most
+    MAX_ROWS in both cases, or more in both.
+
+    Measured on two cores, [3072, 576] with weights of 16 bits, ms for 16, 64 and 512 rows: on a Xeon with AMX 0.08,
+    0.26, 1.96, oneDNN 0.14, 0.31, 1.78; on one with AVX-512 without AMX 0.31, 0.78, 5.9, oneDNN in bfloat16 1.9, 5.5,
+    32 and in float32 0.47, 1.29, 6.5.
     """
 
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
-        """`wide`: our blocks or oneDNN's; `few`: four or eight bits, for few rows alone."""
+        """`wide`: our blocks or oneDNN's; `few`: four or eight bits, only for few rows."""
         self._wide, self._few = wide, few
         for packed in (wide, few):
             if isinstance(packed, Packed):
@@ -43,7 +45,7 @@ class CpuWeight:
 
     @classmethod
     def of(cls, weight: Tensor, quantized: QuantWeight | None = None) -> CpuWeight | None:
-        """For a matrix, of which `quantized` may be what was stored; None where there is no layout for it."""
+        """Pack a matrix; `quantized` is how it was stored, if it was quantized. None if there is no layout for it."""
         if fits(weight):
             few = four_bits(weight) or eight_bits(weight) if quantized is None else four_bits_of(quantized)
             if few is not None and needed_isa().has_dots(few.kind):
@@ -51,19 +53,19 @@ class CpuWeight:
             has_faster = few is not None and not needed_isa().has_tiles and bf16_flag() and can_pack(weight)
             return cls(_reordered(weight) if has_faster else packed_half(weight), few)
         if weight.dtype == torch.bfloat16 and not bf16_flag():
-            # Without instructions for it a product in bfloat16 takes several times as long.
+            # Without instructions for bfloat16, a product in it takes several times as long.
             weight = weight.float()
         return cls(_reordered(weight)) if can_pack(weight) else None
 
     @property
     def of_few(self) -> Packed | None:
-        """What few rows are multiplied with; None where kernels.cpu does not take the matrix."""
+        """The matrix that few rows are multiplied with; None if kernels.cpu does not support it."""
         if self._few is not None:
             return self._few
         return self._wide if isinstance(self._wide, Packed) else None
 
     def product(self, rows: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """rows W^T + bias + residual, [M, out] for [M, in]."""
+        """Return rows W^T + bias + residual, [M, out] for rows [M, in]."""
         packed = self._few if self._few is not None and rows.shape[0] <= MAX_ROWS else self._wide
         if not isinstance(packed, Packed):
             return _by_onednn(rows, packed, bias, residual)
@@ -74,8 +76,8 @@ class CpuWeight:
         return total
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """rows W^T in float32, by tiles without a rounding between, of few bits however many rows there are: a row's
-        result does not depend on the rows beside it."""
+        """Return rows W^T in float32, computed by tiles without rounding in between. If there are few bits, they serve
+        any number of rows, so that a row's result does not depend on the rows beside it."""
         rows = rows.contiguous()
         if (packed := self.of_few) is not None:
             return tile_product(rows, packed, torch.float32)
@@ -83,7 +85,7 @@ class CpuWeight:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, serves this weight here."""
+    """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, supports this weight here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -99,7 +101,7 @@ def _reordered(weight: Tensor) -> Tensor:
 
 
 def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The sum is rounded once, whatever the number of rows: few must say what they say among many."""
+    """Return the sum, rounded once whatever the number of rows: few rows must give the same as among many."""
     count, missing = rows.shape[0], max(MIN_ROWS - rows.shape[0], 0)
     if rows.dtype != weight.dtype:
         added = (None if part is None else part.to(weight.dtype) for part in (bias, residual))
@@ -114,19 +116,19 @@ def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tens
 
 
 def four_bits(weight: Tensor) -> Packed | None:
-    """A bfloat16 weight [out, in] that lies on 16 even levels in each group: a third of the bytes to read. None for any
-    other.
+    """Pack a bfloat16 weight [out, in] that lies on 16 even levels in each group: a third of the bytes to read.
 
-    Codes and scales say what the wide weights say, up to the rounding of these to bfloat16 and of those to float16.
+    Codes and scales stand for the same weights, up to the rounding of wide weights to bfloat16 and of scales to
+    float16. Returns None for any other weight.
     """
     found = None if _levels(weight[:_SAMPLE]) is None else _levels(weight)
     return None if found is None else packed_four(*found)
 
 
 def four_bits_of(quantized: QuantWeight) -> Packed | None:
-    """int4 codes of a checkpoint; None for others.
+    """Pack the int4 codes of a checkpoint; None for others.
 
-    W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g] of each group g of as many columns.
+    W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g] in each group g of GROUP columns.
     """
     if quantized.kind != "int4" or quantized.group % GROUP or quantized.span > 1:
         return None
@@ -138,9 +140,9 @@ def four_bits_of(quantized: QuantWeight) -> Packed | None:
 
 
 def _levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Codes, scales and middles (see packed_four) of a weight, if its groups span 16 even levels each.
+    """Return codes, scales and middles (see packed_four) of a weight, if its groups span 16 even levels each.
 
-    Both ends of such levels are always taken: they were laid between a group's least and largest weight.
+    Both ends of such levels are always in use, because they were laid between a group's least and largest weight.
     """
     places = weight.float().view(weight.shape[0], -1, GROUP)
     least, largest = places.aminmax(dim=2, keepdim=True)

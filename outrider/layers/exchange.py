@@ -1,6 +1,6 @@
-"""What the ranks of a tensor-parallel model tell each other within a forward.
+"""Sums and joins over the ranks of a tensor-parallel model within a forward.
 
-On CPUs through memory that their processes share; on GPUs of one host through memory that each writes directly, or
+CPUs exchange through memory that their processes share, GPUs of one host through memory that each writes directly, or
 through NCCL.
 """
 
@@ -27,21 +27,21 @@ from outrider.logs import get_logger
 log = get_logger(__name__)
 
 _MAX_ROWS = 512
-"""Of the residual stream in one launch."""
+"""Rows of the residual stream in one launch."""
 _JOINED_ROWS = 32
-"""Of logits in one launch."""
+"""Rows of logits in one launch."""
 _MAX_PIECE, _MIN_PIECE, _PADDED_PIECE = 4096, 256, 1024
 _START_SECONDS = 60.0
 _SHARED_WIDTH, _SHARED_ROWS = 256, 32
 
 Trade = Callable[[bytes], Sequence[bytes]]
-"""Gives a rank's bytes to all ranks and returns those of all, in the order of ranks; it waits for them."""
+"""Sends a rank's bytes to all ranks, waits for theirs, and returns those of all in the order of ranks."""
 
 
 class Exchange(ABC):
-    """Sums and joins over ranks. All ranks call the same in the same order, with tensors of the same shapes.
+    """Sums and joins over ranks. All ranks make the same calls in the same order, with tensors of the same shapes.
 
-    Sums are taken in float32 in the order of ranks, so that all ranks and all runs have the same bits.
+    Sums are computed in float32 in the order of ranks, so that all ranks and all runs get the same bits.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -49,38 +49,38 @@ class Exchange(ABC):
         self._is_alone = False
 
     def add(self, stream: Tensor, part: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """`stream` [M, hidden], the same on all ranks, plus all ranks' `part` of that shape; rounded once.
+        """Return `stream` [M, hidden], the same on all ranks, plus all ranks' `part` of that shape; rounded once.
 
-        `norm`: what the sum is normed by next; it may have been when this returns (`RMSNorm.note`).
+        `norm` is the norm that follows; it may have been applied to the sum already (`RMSNorm.note`).
         """
         return stream + part if self._is_alone else self._add(stream, part, norm)
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part` [M, hidden]."""
+        """Return the sum of all ranks' `part` [M, hidden]."""
         return part if self._is_alone else self._add(None, part, None)
 
     def join(self, part: Tensor) -> Tensor:
-        """All ranks' `part` float32 [M, n] side by side in the order of ranks: [M, world * n]."""
+        """Return all ranks' `part`, float32 [M, n], side by side in the order of ranks: [M, world * n]."""
         return part.repeat(1, self.world) if self._is_alone else self._join(part)
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Give int32 tensors, of numbers between -2^24 and 2^24, the values that they have on rank 0."""
+        """Set int32 tensors, of numbers between -2^24 and 2^24, to the values that they have on rank 0."""
         if self._is_alone:
             return
         numbers = torch.cat([part.reshape(-1) for part in parts])
-        # float32 holds them exactly, and all other ranks add nothing.
+        # float32 holds them exactly, and all other ranks add zeros.
         shared = self._share(numbers.float() if self.rank == 0 else torch.zeros_like(numbers, dtype=torch.float32))
         if self.rank:
             for part, values in zip(parts, shared.int().split([part.numel() for part in parts]), strict=True):
                 part.copy_(values.view(part.shape))
 
     def silent_rank(self) -> int | None:
-        """A rank that was waited for in vain, if there is one: what was computed since is worthless."""
+        """Return a rank that was waited for in vain, if any; results computed since then are worthless."""
         return None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Meanwhile nothing is exchanged, and what comes of it is worthless: kernels are compiled in any order."""
+        """Exchange nothing within the block, so that kernels can be compiled in any order; results are worthless."""
         self._is_alone = True
         try:
             yield
@@ -89,19 +89,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
-        """`add`, or without a stream `total`."""
+        """Do `add`, or `total` if there is no stream."""
 
     @abstractmethod
     def _join(self, part: Tensor) -> Tensor:
-        """`join`."""
+        """Do `join`."""
 
     @abstractmethod
     def _share(self, numbers: Tensor) -> Tensor:
-        """The sum of all ranks' float32 [n]."""
+        """Return the sum of all ranks' float32 [n]."""
 
 
 class OrderedExchange(Exchange):
-    """One whose ranks each have all parts, and sum them alike."""
+    """An exchange whose ranks each get all parts and sum them in the same order."""
 
     def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
         total = self._sum(part)
@@ -112,11 +112,11 @@ class OrderedExchange(Exchange):
 
     @abstractmethod
     def _sum(self, part: Tensor) -> Tensor:
-        """float32 [M, n], the sum of all ranks' `part` of that shape in the order of ranks."""
+        """Return float32 [M, n], the sum of all ranks' `part` of that shape in the order of ranks."""
 
 
 def add_up(parts: Sequence[Tensor], total: Tensor) -> Tensor:
-    """`total` float32, filled with the sum of parts of its shape in their order."""
+    """Fill `total`, float32, with the sum of parts of its shape, in their order, and return it."""
     total.copy_(parts[0])
     for part in parts[1:]:
         total += part
@@ -124,7 +124,7 @@ def add_up(parts: Sequence[Tensor], total: Tensor) -> Tensor:
 
 
 class HostExchange(OrderedExchange):
-    """Through memory that the ranks' processes share, for CPUs."""
+    """An exchange through memory that the ranks' processes share, for CPUs."""
 
     def __init__(self, memory: RankMemory) -> None:
         super().__init__(memory.rank, memory.world)
@@ -142,7 +142,7 @@ class HostExchange(OrderedExchange):
         return found
 
     def _swap(self, part: Tensor) -> list[Tensor]:
-        """`part` of all ranks, [world, rows, n] for as many rows at a time as a box holds."""
+        """Return `part` of all ranks, [world, rows, n], for as many rows at a time as a box holds."""
         step = max(BOX_BYTES // (part.shape[1] * part.itemsize), 1)
         found = []
         for first in range(0, part.shape[0], step):
@@ -153,9 +153,9 @@ class HostExchange(OrderedExchange):
 
 
 class PeerMailboxes:
-    """A rank's mailboxes, and those of the other ranks as its device reaches them.
+    """A rank's mailboxes, and those of the other ranks, mapped for its device.
 
-    All ranks make the same ones in the same order. What a rank has shared is never freed while it lives.
+    All ranks make the same ones in the same order. Memory that a rank has shared is never freed while the rank lives.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class PeerMailboxes:
         trade: Trade,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """Raises DriverError where devices cannot reach each other's memory."""
+        """Raises DriverError if devices cannot reach each other's memory."""
         num_bytes = mailbox_bytes(world, max_rows, width, dtype)
         own = ExportedMemory(num_bytes, device)
         empty(own.rows, dtype)
@@ -196,19 +196,19 @@ class PeerMailboxes:
 
 
 class PeerExchange(Exchange):
-    """By our kernels (kernels.exchange); may be captured."""
+    """An exchange by our kernels (kernels.exchange); may be captured."""
 
     def __init__(
         self, memory: RankMemory, width: int, num_columns: int, dtype: torch.dtype, device: torch.device, seconds: float
     ) -> None:
-        """For a residual stream of `width`, and `num_columns` of logits of each rank; all ranks at the same time.
+        """`width` is the residual stream's, `num_columns` the logits of each rank. All ranks call this together.
 
-        Raises DriverError where the devices cannot reach each other's memory.
+        Raises DriverError if the devices cannot reach each other's memory.
         """
         super().__init__(memory.rank, memory.world)
         self._piece = next((n for n in range(_MAX_PIECE, _MIN_PIECE - 1, -1) if num_columns % n == 0), _PADDED_PIECE)
-        # Graphs keep the time that they were captured with, and one rank may compile what another one has. Whoever ends
-        # or stands still is found by its process long before.
+        # Graphs keep the timeout that they were captured with, and one rank may have to compile what another one has. A
+        # rank that ends or hangs is found through its process long before.
         seconds = max(seconds, _START_SECONDS)
         joined_rows = _JOINED_ROWS * -(-num_columns // self._piece)
 
@@ -225,7 +225,7 @@ class PeerExchange(Exchange):
         return next((rank for rank in found if rank is not None), None)
 
     def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
-        """See Exchange. In one launch with the norm."""
+        """See Exchange. The sum and the norm are one launch."""
         boxes, part = self._stream.boxes, part.contiguous()
         if stream is None or norm is None:
             return sum_rows(boxes, part, stream)
@@ -246,14 +246,14 @@ class PeerExchange(Exchange):
 
 
 class NcclExchange(OrderedExchange):
-    """By NCCL, which brings every rank all parts: summed here, they have an order. May be captured."""
+    """An exchange by NCCL, which gives all parts to every rank, so that sums have a fixed order. May be captured."""
 
     def __init__(self, memory: RankMemory, device: torch.device) -> None:
-        """All ranks at the same time."""
+        """All ranks call this together."""
         super().__init__(memory.rank, memory.world)
-        # Ranks are processes of one host: nothing is to listen on its other interfaces.
+        # Ranks are processes of one host: nothing should listen on its other interfaces.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # Where NCCL's ranks meet is read for as long as they run. Memory of rank 0 goes with it, however it ends.
+        # Ranks read this file for as long as they run. A memory file of rank 0 vanishes with it, however it ends.
         place = f"/proc/{os.getpid()}/fd/{os.memfd_create('outrider-nccl')}" if memory.rank == 0 else ""
         store = FileStore(memory.trade(place.encode())[0].decode(), memory.world)
         distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
@@ -280,10 +280,10 @@ def device_exchange(
     device: torch.device,
     seconds: float,
 ) -> Exchange:
-    """What --rank-exchange names, the same on all ranks. See PeerExchange. Raises ConfigError."""
+    """Return the exchange that --rank-exchange names, the same on all ranks. See PeerExchange. Raises ConfigError."""
     first = (device.index or 0) - memory.rank
     devices = range(first, first + memory.world)
-    # Not what this one reaches alone: all ranks must decide alike.
+    # Not only the pairs of this rank, because all ranks must decide alike.
     apart = [(a, b) for a in devices for b in devices if a != b and not torch.cuda.can_device_access_peer(a, b)]
     if name != "nccl" and not apart:
         return PeerExchange(memory, width, num_columns, dtype, device, seconds)

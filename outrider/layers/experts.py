@@ -26,11 +26,11 @@ NAMES = {
     "mixtral": ("block_sparse_moe", "gate", ("w1", "w3"), "w2"),
     "gpt-oss": ("mlp", "router", ("gate_up_proj",), "down_proj"),
 }
-"""By the form of ExpertsConfig what checkpoints call the whole, its router, and gate, up and down matrices."""
+"""Names in checkpoints, by `ExpertsConfig.form`, of the mixture, its router, its gate and up, and its down matrices."""
 
 
 class ExpertLinear:
-    """A matrix of each expert, [E, out, in]. Filled by a loader, then `pack` is called; for `scheme` see Linear."""
+    """A matrix of each expert, [E, out, in]. A loader fills it and then calls `pack`; for `scheme` see Linear."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ExpertLinear:
         device: torch.device,
         scheme: Scheme | None,
     ) -> None:
-        """`parts`: rows of matrices that lie upon each other and are apart in checkpoints."""
+        """`parts`: row counts of the stacked matrices that are separate in checkpoints."""
         self.num_out = rows = sum(parts)
         self.weight = torch.empty(num_experts, 0 if scheme else rows, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(num_experts, rows, dtype=dtype, device=device) if bias else None
@@ -53,7 +53,7 @@ class ExpertLinear:
         self._stored: list[dict[str, Tensor]] = []
 
     def tensors(self, *names: str) -> dict[str, Tensor]:
-        """What each expert's checkpoint names call for, views of the stacked ones."""
+        """Return the tensors to fill, by each expert's checkpoint names: views of the stacked ones."""
         parts: list[dict[str, Tensor]]
         if self._scheme is None:
             parts = [{"weight": view} for view in self.weight.split(self._parts, 1)]
@@ -67,7 +67,7 @@ class ExpertLinear:
         }
 
     def stacked_tensors(self, name: str) -> dict[str, Tensor]:
-        """The same where one tensor holds all experts, with rows and columns exchanged unless quantized."""
+        """Do as `tensors` if one tensor holds all experts, with rows and columns exchanged unless quantized."""
         if self._scheme is None:
             found = {f"experts.{name}": self.weight.transpose(1, 2)}
         else:
@@ -76,7 +76,7 @@ class ExpertLinear:
         return found if self.bias is None else found | {f"experts.{name}_bias": self.bias}
 
     def pack(self) -> None:
-        """Make what is multiplied of what was loaded."""
+        """Convert what was loaded to the form that is multiplied."""
         if self._scheme is None:
             self._pack_on_cpu(None)
             return
@@ -91,7 +91,7 @@ class ExpertLinear:
             self._pack_on_cpu(quantized)
 
     def _pack_on_cpu(self, quantized: QuantWeight | None) -> None:
-        """In bfloat16, each expert for itself; `quantized` may be what was stored of them."""
+        """Pack each expert by itself, in bfloat16; `quantized` is how they were stored, if they were quantized."""
         if self.weight.device.type != "cpu" or self.weight.dtype != torch.bfloat16:
             return
         stored = [None if quantized is None else quantized.of_expert(expert) for expert in range(len(self.weight))]
@@ -117,7 +117,7 @@ class ExpertLinear:
         return self.on_cpu[expert].product(rows, None if self.bias is None else self.bias[expert])
 
     def tile(self, num_pairs: int) -> int:
-        """`tile` of kernels.experts.route for so many pairs."""
+        """Return the `tile` of kernels.experts.route for `num_pairs`."""
         return 0 if self.library is None else self.library.tile(num_pairs)
 
     def _empty(self, scheme: Scheme) -> list[dict[str, Tensor]]:
@@ -126,10 +126,10 @@ class ExpertLinear:
 
 
 class ExpertMlp:
-    """Each row through the experts that a router chooses for it, and through a shared one where there is one.
+    """Sends each row through the experts that a router chooses for it, and through a shared one if there is one.
 
-    On a GPU nothing waits for the host: what experts are woken is known to the device alone, so that a forward can be
-    captured in a CUDA graph.
+    On a GPU nothing waits for the host: only the device knows which experts are used, so that a forward can be captured
+    in a CUDA graph.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ExpertMlp:
         self._gating = Gating(experts.alpha, experts.limit, experts.shift)
         hidden, size, bias = config.hidden_size, experts.size, experts.bias
         prefix = f"model.layers.{layer}.{self.name}"
-        # One of them speaks for all: another expert stored otherwise lacks tensors, and that is said.
+        # The first expert stands for all. If another one is stored differently, tensors are reported as missing.
         first = f"{prefix}.experts" + ("" if self._interleaved else ".0")
         scheme = config.scheme_of(f"{prefix}.{router}")
         self.router = Linear(hidden, experts.num_experts, bias, dtype, device, scheme and scheme.without_library())
@@ -152,12 +152,12 @@ class ExpertMlp:
         self.down = ExpertLinear(experts.num_experts, size, [hidden], bias, dtype, device, scheme)
         self.shared = SharedExpert(config, experts, prefix, dtype, device) if experts.shared_size else None
         self.exchange: Exchange | None = None
-        """Among ranks of which each has some channels of every expert."""
+        """Between ranks that each have some channels of every expert."""
         self.next_norm: RMSNorm | None = None
-        """What the residual stream is normed by behind it."""
+        """The next norm of the residual stream."""
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] plus the experts' output for it, normed."""
+        """Return the residual stream [M, hidden] plus the experts' output for the normed stream."""
         rows = stream if norm is None else norm(stream)
         num_active = self.config.num_active
         tile = self.gate_up.tile(len(rows) * num_active)
@@ -170,7 +170,7 @@ class ExpertMlp:
         return total if self.exchange is None else self.exchange.add(stream, total, self.next_norm)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Hugging Face names below the mixture's own."""
+        """Return the tensors to fill by their Hugging Face names below the mixture's own."""
         _, router, gate_up, down = NAMES[self.config.form]
         found = self.router.tensors(router)
         if self._interleaved:
@@ -182,7 +182,7 @@ class ExpertMlp:
     def finish_loading(self) -> None:
         """See SelfAttention."""
         if self.exchange is not None and self.exchange.rank:
-            # It is added once.
+            # Only rank 0 adds it.
             self.down.bias = None
         self.router.pack()
         self.gate_up.pack()
@@ -192,7 +192,7 @@ class ExpertMlp:
 
 
 class SharedExpert:
-    """A gated MLP that takes every row, times a sigmoid of the row."""
+    """A gated MLP for every row, whose output is scaled by a sigmoid of the row's product with `share`."""
 
     def __init__(
         self, config: ModelConfig, experts: ExpertsConfig, prefix: str, dtype: torch.dtype, device: torch.device
@@ -205,12 +205,12 @@ class SharedExpert:
         self.share = torch.empty(1, hidden, dtype=dtype, device=device)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """`residual` [M, hidden] plus the output for `rows` of that shape."""
+        """Return `residual` [M, hidden] plus the output for `rows` of that shape."""
         share = functional.linear(rows, self.share).sigmoid()
         return torch.addcmul(residual, share, self.down(self.gate_up.gated(rows)))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """gate and up as halves of one matrix."""
+        """Return the tensors to fill, gate and up as halves of one matrix."""
         found = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         found |= self.down.tensors("down_proj")
         named = {f"shared_expert.{name}": tensor for name, tensor in found.items()}

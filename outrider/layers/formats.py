@@ -1,8 +1,8 @@
-"""How quantized matrices lie in checkpoints: the tensors of each layout, and what our kernels make of them.
+"""Layouts of quantized matrices in checkpoints: the tensors of each, and their conversion for our kernels.
 
-A layout is two functions. To add one: its tensors by the ends of their names, and the QuantWeight that they stand for;
-then the name in FORMATS, and in `outrider.models.quantization` what in config.json means it. All tensors may have
-leading dimensions, of stacked experts.
+A layout is two functions: one gives its tensors by the ends of their names, one converts these to a QuantWeight. To add
+a layout, write both, add its name to FORMATS, and let `outrider.models.quantization` recognize it in config.json. All
+tensors may have leading dimensions, for stacked experts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.device import check_fp8
 from outrider.errors import ConfigError
 from outrider.models.quantization import Scheme
 
-# Eight nibbles of a word of AWQ's are these columns.
+# The eight nibbles of a word in AWQ are these columns.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device, *leading: int) -> dict[str, Tensor]:
-    """Empty tensors of a matrix, by the ends of their names, to be filled by a loader; of many with `leading` sizes.
+    """Return a matrix's empty tensors, by the ends of their names, for a loader to fill; `leading` sizes stack them.
 
-    Raises ConfigError: a shape that the format cannot have or no kernel takes, or a GPU without such numbers.
+    Raises ConfigError for a shape that the format or kernels do not support, or a GPU without such numbers.
     """
     group = scheme.group or size
     if scheme.bits == 8:
@@ -53,7 +53,7 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
 
 
 def decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
-    """The matrix that filled tensors stand for."""
+    """Return the matrix that filled tensors stand for."""
     _, decode = FORMATS[scheme.layout]
     return decode(scheme, tensors)
 
@@ -130,7 +130,7 @@ def _gptq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     groups = torch.arange(size, device=codes.device) // (scheme.group or size)
     if bool((tensors["g_idx"] != groups).any()):
         raise ConfigError("a GPTQ matrix's g_idx reorders its columns (act-order), which is not supported")
-    # Word by word, as it was taken off when they were written: a zero of 0 borrowed from its neighbour.
+    # Added to whole words, as it was subtracted when they were written: a zero of 0 borrowed from its neighbour.
     zeros = tensors["qzeros"] + scheme.zero_offset * 0x11111111
     return _int4(codes, tensors["scales"], _nibbles(zeros))
 
@@ -148,7 +148,7 @@ def _mxfp4_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     if pairs is None or exponents is None:
         pairs, exponents = tensors["blocks"].flatten(-2), tensors["scales"]
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    # As bits of float32, an exponent needs no rounding; 0 is 2^-127, a number without the leading one.
+    # The exponent is put into the bits of a float32, without rounding; 0 is 2^-127, which is a subnormal number.
     scales = torch.where(exponents == 0, 2**22, exponents.int() << 23).view(torch.float32)
     piece = piece_of("mxfp4", codes.shape[-1], 32)
     scales = scales.transpose(-1, -2).to(torch.bfloat16).contiguous()
@@ -156,7 +156,7 @@ def _mxfp4_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
 
 
 def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantWeight:
-    """Of codes uint8 [num_out, size], scales and zeros [groups, num_out]."""
+    """Return the weight of codes, uint8 [num_out, size], with scales and zeros [groups, num_out]."""
     size = codes.shape[-1]
     group = size // scales.shape[-2]
     if zeros is not None and bool((zeros == 8).all()):
@@ -167,7 +167,7 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantWeight:
 
 
 def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 [..., n] to uint8 [..., 8 n]; nibble i of a word is column order[i] of its eight."""
+    """Unpack int32 [..., n] to uint8 [..., 8 n]; nibble i of a word is column order[i] of its eight."""
     found = words.new_empty((*words.shape, 8), dtype=torch.uint8)
     for nibble, column in enumerate(order):
         found[..., column] = (words >> (4 * nibble) & 15).to(torch.uint8)
@@ -175,14 +175,14 @@ def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def nibble_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Codes below 16, of any integers [..., 8 n], as words int32 [..., n]; nibble i is column order[i] of eight."""
+    """Pack codes below 16, any integers [..., 8 n], into words int32 [..., n]; nibble i is column order[i] of eight."""
     eights = codes.to(torch.uint8).unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
     pairs: Tensor = eights[..., ::2] | eights[..., 1::2] << 4
     return pairs.contiguous().view(torch.int32)
 
 
 def _narrowed(scales: Tensor) -> Tensor:
-    """In the first dtype of two bytes that holds them all exactly, as the checkpoint did."""
+    """Return scales in the first dtype of two bytes that holds them all exactly, as the checkpoint did."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(scales.to(dtype).float(), scales):
             return scales.to(dtype).contiguous()

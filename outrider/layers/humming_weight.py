@@ -21,20 +21,21 @@ from outrider.errors import ConfigError
 from outrider.layers.formats import nibble_words
 
 STEP = 128
-"""Rows and columns must be multiples of it."""
+"""Rows and columns must be multiples of this."""
 GROUPS = (32, 64, 128)
-"""Columns of int4 that may share a scale; also all of a row."""
+"""Columns of int4 that may share a scale; so may all columns of a row."""
 BLOCK = (128, 128)
-"""Columns and rows of fp8 that may. With a scale a row, trees of 32 tokens take ours 0.92 of the time."""
+"""Columns and rows of fp8 that may share a scale. With a scale per row, our kernels take 0.92 of the library's time for
+trees of 32 tokens."""
 ROW_LIMITS = (8, 16, 32, 64, 128, 256, 1024)
-"""Rows up to which a kernel is used, and the last beyond. Humming has one for every eight, which is too much to
-compile: four shapes of matrices would take a minute on sixteen cores."""
+"""Most rows for which each kernel is used; the last one is also used beyond. Humming has a kernel for every eight rows,
+which would take too long to compile: a minute on sixteen cores for four shapes of matrices."""
 PAIR_LIMITS = (8, 32, 64, 128, 256, 512, 1024, 4096)
 """The same for pairs of a row and one of its experts."""
 EXPERT_GROUPS = {"int4": GROUPS, "mxfp4": (32,)}
-"""Columns of experts that share a scale, by kind, where products are the library's. In fp8 it takes as long as ours."""
+"""Columns of experts that may share a scale, by kind, if the library multiplies. In fp8 it takes as long as ours."""
 EXPERT_STEP = 64
-"""Rows and columns of experts' matrices must be multiples of it."""
+"""Rows and columns of experts' matrices must be multiples of this."""
 _ANY_ROWS = 1 << 30
 _LOCKS = 2048
 
@@ -43,9 +44,9 @@ _LOCKS = 2048
 class HummingWeight:
     """W [N, K] of a QuantWeight, and its bias: `weight(rows)` is rows W^T + bias.
 
-    On an H100 all int4 products of an 8B model take 0.76 to 0.82 of what kernels.linear takes for 1 to 64 rows. Scales
-    of int4 are rounded to the dtype of rows, sums are taken in float32 and rounded once. A row's result depends on the
-    number of rows beside it.
+    On an H100 all int4 products of an 8B model take 0.76 to 0.82 of the time of kernels.linear for 1 to 64 rows. Scales
+    of int4 are rounded to the dtype of rows; sums are computed in float32 and rounded once. A row's result depends on
+    the number of rows beside it.
     """
 
     _tensors: dict[str, Tensor]
@@ -53,7 +54,7 @@ class HummingWeight:
     _locks: Tensor
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[M, K] of the dtype that it was made for to [M, N], on the current stream; waits for kernels to compile."""
+        """Map rows [M, K] of the weight's dtype to [M, N], on the current stream; waits for kernels to compile."""
         from humming.ops import launch_kernel
 
         configs = self._kernels.result()
@@ -63,11 +64,12 @@ class HummingWeight:
 
 @dataclass(frozen=True, slots=True)
 class HummingExperts:
-    """The same of stacked matrices [E, N, K]: `experts(rows, routes)` as kernels.experts.expert_linear, not gated.
+    """The same for stacked matrices [E, N, K]: `experts(rows, routes)` is kernels.experts.expert_linear, not gated.
 
-    On an H100 both products of a layer take 0.76 to 0.89 of ours in int4 and 0.35 to 0.70 in MXFP4, for 1 to 64 tokens.
+    On an H100 both products of a layer take 0.76 to 0.89 of our kernels' time in int4 and 0.35 to 0.70 in MXFP4, for 1
+    to 64 tokens.
 
-    `tiles`: numbers of pairs up to which a tile of routes has so many places, and how many.
+    `tiles`: each item has a largest number of pairs, and the places that a tile of routes has up to that number.
     """
 
     _tensors: dict[str, Tensor]
@@ -76,11 +78,11 @@ class HummingExperts:
     tiles: tuple[tuple[int, int], ...]
 
     def tile(self, num_pairs: int) -> int:
-        """Places in a tile of routes that need not be laid out anew."""
+        """Return how many places a tile of routes must have so that routes need not be laid out again."""
         return next(tile for last, tile in self.tiles if num_pairs <= last)
 
     def __call__(self, rows: Tensor, routes: Routes) -> Tensor:
-        """Rows of tokens or of pairs to those of pairs; waits for kernels to compile."""
+        """Map rows of tokens, or of pairs, to rows of pairs; waits for kernels to compile."""
         from humming.ops import launch_kernel
 
         num_pairs, tile = routes.experts.numel(), self.tile(routes.experts.numel())
@@ -94,9 +96,9 @@ class HummingExperts:
 
 
 def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> HummingWeight | None:
-    """The matrix with its `bias` [N] for rows of `dtype`; None: the library is missing or does not take this one.
+    """Return the matrix with its `bias` [N] for rows of `dtype`; None if the library is missing or does not support it.
 
-    Kernels are compiled in threads from here on, once a shape. Raises ConfigError: what they need is missing.
+    This starts compiling kernels in threads, once for each shape. Raises ConfigError if what they need is missing.
     """
     device = weight.codes.device
     if device.type != "cuda" or not _fits(weight) or find_spec("humming") is None:
@@ -108,7 +110,7 @@ def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype)
 
 
 def humming_experts(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> HummingExperts | None:
-    """As humming_weight, of stacked matrices [E, N, K] and biases [E, N]."""
+    """Do as `humming_weight` for stacked matrices [E, N, K] and biases [E, N]."""
     device = weight.codes.device
     if device.type != "cuda" or not _fits_experts(weight) or find_spec("humming") is None:
         return None
@@ -121,7 +123,7 @@ def humming_experts(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype
 
 
 def _transformed(config: Any, weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What kernels read, in the library's own layout."""
+    """Return the tensors that kernels read, in the library's own layout."""
     from humming.transform import transform_humming_tensors
 
     codes = unpacked(weight.codes, weight.kind, weight.piece)
@@ -140,7 +142,7 @@ def _transformed(config: Any, weight: QuantWeight, bias: Tensor | None, dtype: t
 
 
 def _new_locks(device: torch.device) -> Tensor:
-    """What programs wait for each other by."""
+    """Return the memory by which programs of a kernel wait for each other."""
     return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
 
 
@@ -158,7 +160,7 @@ def _fits_experts(weight: QuantWeight) -> bool:
 
 
 def _words(codes: Tensor, kind: str) -> Tensor:
-    """Codes uint8 [..., n] as int32 [..., n / codes of a word], the first in the lowest bits."""
+    """Return codes uint8 [..., n] as int32 [..., n / codes of a word], the first in the lowest bits."""
     return codes.contiguous().view(torch.int32) if kind == "fp8" else nibble_words(codes)
 
 
@@ -177,7 +179,7 @@ def _explained() -> Iterator[None]:
 
 
 def _layer_config(weight: QuantWeight, has_bias: bool, dtype: torch.dtype) -> Any:
-    """The library's description of the matrix, or of stacked ones."""
+    """Return the library's description of the matrix, or of stacked ones."""
     from humming.schema import HummingWeightSchema
     from humming.transform import prepare_layer_config
 
@@ -197,7 +199,7 @@ def _layer_config(weight: QuantWeight, has_bias: bool, dtype: torch.dtype) -> An
 
 @cache
 def _compiled(config: str, device: int, indexed: bool = False) -> Future[Tensor]:
-    """Which kernel multiplies how many rows, as the library's launcher wants it; `indexed`: of experts."""
+    """Start compiling; the result tells the library's launcher which kernel takes how many rows. `indexed`: experts."""
     return _threads().submit(_compile, config, device, indexed)
 
 
@@ -208,7 +210,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def _cuts(config: str, device: int, indexed: bool) -> list[list[Any]]:
-    """Rows behind which a cut is used, rows up to which it is, and the cut that the library takes for these."""
+    """Return [first, last, cut] items: the cut that the library chooses for more than `first`, up to `last` rows."""
     from humming.tune import get_heuristics_config
 
     limits, gemm_type = (PAIR_LIMITS, "indexed") if indexed else (ROW_LIMITS, "dense")

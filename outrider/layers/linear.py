@@ -1,4 +1,4 @@
-"""RMS norms, and matrix products with the fastest kernel for their device, dtype, shape and how weights were stored."""
+"""RMS norms, and matrix products with the fastest kernel for the device, dtype, shape and storage of the weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from outrider.models.quantization import Scheme
 
 
 class RMSNorm:
-    """Scale rows to unit root mean square, then by a weight, of which checkpoints may have the part above `offset`."""
+    """Scales rows to unit root mean square, then by a weight. Checkpoints have the weight minus `offset`."""
 
     def __init__(
         self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device, offset: float = 0.0
     ) -> None:
-        # Rounded to half precision, a sum near one would lose bits that the checkpoint has.
+        # In half precision, weight plus offset is near one and would lose bits that the checkpoint has.
         self.weight = torch.empty(shape, dtype=torch.float32 if offset else dtype, device=device)
         self.eps = eps
         self._offset = offset
@@ -36,7 +36,7 @@ class RMSNorm:
         self._wide: Tensor | None = None
 
     def finish_loading(self) -> None:
-        """Called once when the weight is filled."""
+        """Add the offset. Called once when the weight is filled."""
         if self._offset:
             self.weight += self._offset
 
@@ -48,11 +48,11 @@ class RMSNorm:
         return self._wide
 
     def note(self, rows: Tensor, normed: Tensor) -> None:
-        """What the next call is to return for `rows`, if it is asked for these: another kernel has made it already."""
+        """Have the next call return `normed` if it is for `rows`: another kernel has computed it already."""
         self._done = rows, normed
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[..., size] to the same shape; the mean is taken over the last dimension."""
+        """Norm [..., size], with the mean over the last dimension; return the same shape."""
         done, self._done = self._done, None
         if done is not None and done[0] is rows:
             return done[1]
@@ -64,19 +64,19 @@ class RMSNorm:
 
 
 class Linear:
-    """x W^T + b for rows x [M, in]. `weight` [out, in] and `bias` [out] are filled by a loader, then `pack` is called.
+    """x W^T + b for rows x [M, in]. A loader fills `weight` [out, in] and `bias` [out], and then calls `pack`.
 
     On a CPU, `pack` lays the weight out for its fastest product (CpuWeight).
 
-    On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
-    cuBLAS does the rest.
+    On a GPU, few rows go through our weight-streaming kernel, which also applies gate and residual; cuBLAS does the
+    rest.
 
-    With a `scheme` the loader fills the checkpoint's own tensors (outrider.layers.formats), and `pack` makes what is
-    multiplied: on a GPU in half precision `library`, where the scheme allows it and the library takes the matrix, or
-    `quantized`, which stays in its few bits, and is made wide for many rows alone; elsewhere `weight`, dequantized
-    once. Activations keep their dtype, whatever the checkpoint has scales for: rounded to fp8 they cost SmolLM2-135M
-    0.4 to 1.1 % of perplexity more than fp8 weights do. Where fp8 weights meet many rows, two fp8 products hold all
-    bits of the rows (kernels.linear.fp8_linear).
+    With a `scheme` the loader fills the checkpoint's own tensors (outrider.layers.formats), and `pack` converts them.
+    On a GPU in half precision it makes `library`, if the scheme allows it and the library supports the matrix, or else
+    `quantized`, which stays in few bits and is dequantized only for many rows. Elsewhere it dequantizes to `weight`
+    once. Activations keep their dtype even if the checkpoint has scales for them: rounding them to fp8 costs
+    SmolLM2-135M 0.4 to 1.1 % of perplexity beyond what fp8 weights cost. For many rows of fp8 weights, two fp8 products
+    keep all bits of the rows (kernels.linear.fp8_linear).
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Linear:
         self.on_cpu: CpuWeight | None = None
 
     def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Weights and biases to be filled, by their names in a checkpoint: matrices of so many rows, one upon another.
+        """Return the weights and biases to fill, by their names in a checkpoint: stacked matrices of so many `rows`.
 
-        Without `rows` it is one matrix.
+        Without `rows` there is one matrix.
         """
         sizes = list(rows) or [self.num_out]
         if self._scheme is None:
@@ -116,9 +116,9 @@ class Linear:
         return found
 
     def pack(self, order: Tensor | None = None) -> None:
-        """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew.
+        """Choose the fastest layout for this device and dtype. `weight` is freed if another layout replaces it.
 
-        `order` int64 [out] says which of the checkpoint's rows comes where, if they are not in place.
+        `order`, int64 [out], gives the checkpoint's row for each row of the matrix, if they are not in place.
         """
         if order is not None:
             self.weight = self.weight[order] if self._scheme is None else self.weight
@@ -140,7 +140,7 @@ class Linear:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[M, in] to [M, out]."""
+        """Map rows [M, in] to [M, out]."""
         if self.library is not None:
             return self.library(rows)
         if self._streams(rows):
@@ -150,9 +150,9 @@ class Linear:
         return functional.linear(rows, self.wide(), self.bias)
 
     def add_to(self, residual: Tensor, rows: Tensor, next_norm: RMSNorm | None = None) -> Tensor:
-        """residual [M, out] plus the product for [M, in], in one kernel where there is one.
+        """Return residual [M, out] plus the product for rows [M, in], in one kernel if there is one.
 
-        `next_norm`: what the sum is normed by next; it may have been when this returns (`RMSNorm.note`).
+        `next_norm` is the norm that follows; it may have been applied to the sum already (`RMSNorm.note`).
         """
         if self.library is not None:
             return _added(residual, self.library(rows), next_norm)
@@ -167,9 +167,9 @@ class Linear:
         return residual + self(rows)
 
     def gated(self, rows: Tensor, gelu: bool = False) -> Tensor:
-        """silu(gate) * up [M, out / 2] for [M, in], where gate and up are the halves of the product.
+        """Return silu(gate) * up [M, out / 2] for rows [M, in]; gate and up are the halves of the product.
 
-        `gelu`: gelu(gate) in its place, approximated by tanh.
+        `gelu`: use gelu(gate) instead, approximated by tanh.
         """
         if not gelu and self._streams(rows):
             return self._streamed(rows, gated=True)
@@ -180,16 +180,16 @@ class Linear:
         return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
-        """`gated` of the residual stream [M, in], normed if there is a norm: in one launch where rows are few and not
-        wide."""
+        """Return `gated` of the residual stream [M, in], normed if there is a norm; in one launch if rows are few and
+        narrow."""
         if norm is not None and not gelu and self.uses_row_kernel(stream, gated=True):
             return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
         return self.gated(stream if norm is None else norm(stream), gelu)
 
     def uses_row_kernel(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
-        """Whether products of `rows` [M, in] are small enough for the kernel that takes norm and residual along.
+        """Whether products of `rows` [M, in] are small enough for the kernel that also applies norm and residual.
 
-        `whole`: the rows are to be normed, and `gated`.
+        `whole`: the rows are to be normed. `gated`: the product is to be gated.
         """
         if not self.weight.numel() or not use_triton(rows):
             return False
@@ -199,7 +199,7 @@ class Linear:
         return rows.dtype != torch.float32 and row_kernel_pays(count, num_out, size, whole, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """[M, in] to float32 [M, out], by our kernels without a rounding to the weight's dtype between."""
+        """Map rows [M, in] to float32 [M, out]; our kernels do not round to the weight's dtype in between."""
         if self._streams(rows):
             return self._streamed(rows, out_dtype=torch.float32)
         if self.library is None and rows.is_cuda and self.bias is None and rows.dtype != torch.float32:
@@ -209,7 +209,7 @@ class Linear:
         return self(rows).float()
 
     def wide(self) -> Tensor:
-        """[out, in] in the dtype of activations: `weight`, or, each time anew, what `quantized` stands for."""
+        """Return [out, in] in the dtype of activations: `weight`, or `quantized`, dequantized in each call."""
         return self.weight if self.quantized is None else dequantize(self.quantized, self.weight.dtype)
 
     def _streams(self, rows: Tensor) -> bool:
@@ -222,7 +222,7 @@ class Linear:
     def _streamed(
         self, rows: Tensor, *, residual: Tensor | None = None, gated: bool = False, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The product where `_streams`: the weights are read as they are."""
+        """Return the product if `_streams`: the weights are read as they are stored."""
         weight = self.quantized or self.weight
         if self._in_fp8 and isinstance(weight, QuantWeight) and rows.shape[0] > MAX_STREAM_ROWS:
             return fp8_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
@@ -230,7 +230,7 @@ class Linear:
 
 
 def _added(stream: Tensor, part: Tensor, norm: RMSNorm | None) -> Tensor:
-    """Their sum, and its norm by the way."""
+    """Return the sum, and note its norm, if there is one, computed by the same kernel."""
     if norm is None:
         return stream + part
     total, normed = add_rms_norm(stream, part, norm.weight, norm.eps)

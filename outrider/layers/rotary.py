@@ -12,16 +12,16 @@ from outrider.models.parts import RopeConfig, rotary_dim
 
 
 class Rotary:
-    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints. Of a head that is
-    rotated in part the first pairs are: its channels must be laid out for that, see `pair_order`.
+    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints. If a head is only
+    rotated in part, its first pairs are; `pair_order` lays out its channels for that.
 
-    Without `rope` all angles are 0: q and k come rotated.
+    Without `rope` all angles are 0, for q and k that are rotated already.
     """
 
     def __init__(
         self, rope: RopeConfig | None, head_dim: int, device: torch.device, padded_dim: int | None = None
     ) -> None:
-        """`padded_dim`: what heads have with the zeros behind each of their halves, if there are any."""
+        """`padded_dim`: channels of a head with the zeros behind each half, if there are any."""
         self.turns = rope is not None
         """Whether rotation changes anything."""
         frequencies, self.scale = _frequencies(rope, head_dim) if rope else (torch.zeros(head_dim // 2), 1.0)
@@ -30,7 +30,8 @@ class Rotary:
 
     @classmethod
     def of_frequencies(cls, frequencies: Tensor, scale: float, device: torch.device) -> Rotary:
-        """From radians per position of each pair, float32 [head_dim / 2] on the CPU, and a factor on cos and sin."""
+        """Make one from radians per position of each pair, float32 [head_dim / 2] on the CPU, and a factor on cos and
+        sin."""
         rotary = cls(None, 2 * len(frequencies), device)
         rotary.turns, rotary.scale = True, scale
         rotary._set(frequencies, device)
@@ -42,7 +43,8 @@ class Rotary:
         """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)
         # sin of the first half is subtracted: rotate() then needs one swap of the halves and no negation.
-        # Before it moves: arithmetic on the meta device makes torch import its compiler, for a second and over 100 MB.
+        # Computed before it moves: arithmetic on the meta device makes torch import its compiler, which takes a second
+        # and over 100 MB.
         sign = torch.ones(head_dim)
         sign[: head_dim // 2] = -1.0
         # Channels that do not turn are not scaled.
@@ -52,15 +54,15 @@ class Rotary:
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
+        """Return cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
         if positions.device.type != "cpu" or not positions.numel():
             return self._computed(positions, dtype)
-        # Two lookups for nine operations, each of which takes the host longer than its numbers take.
+        # Two lookups replace nine operations, which each cost more in overhead than in arithmetic.
         cos, sin = self.tables(positions, dtype)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same on a CPU for all positions up to the largest of some, and more, by position."""
+        """Return cos and sin on a CPU, by position, for at least all positions up to the largest of `positions`."""
         count, tables = int(positions.max()) + 1, self._tables.get(dtype)
         if tables is None or len(tables[0]) < count:
             tables = self._computed(torch.arange(max(_FIRST_ANGLES, 1 << (count - 1).bit_length())), dtype)
@@ -74,17 +76,17 @@ class Rotary:
 
 
 _FIRST_ANGLES = 1024
-"""Positions whose angles are computed at first; then twice as many each time."""
+"""Positions whose angles are computed at first; when more are needed, a power of two."""
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [M, num_heads, head_dim] by the angles that `Rotary.angles` gave."""
+    """Rotate [M, num_heads, head_dim] by the angles that `Rotary.angles` returned."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return swapped.mul_(sin).add_(heads * cos)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position for each pair, float32 [head_dim / 2], and the factor on cos and sin."""
+    """Return radians per position for each pair, float32 [head_dim / 2], and the factor on cos and sin."""
     size = rotary_dim(rope, head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies, scale = _scaled(1.0 / rope.theta**exponents, rope, size)
@@ -92,9 +94,9 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def pair_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
-    """Which channel of a checkpoint's head, rotated in its first part, comes where; None where all are in place.
+    """Return the checkpoint's channel for each place of a head rotated in its first part; None if all are in place.
 
-    Scores stay the same when channels of queries and keys change places alike.
+    Scores stay the same if channels of queries and keys are reordered alike.
     """
     size = rotary_dim(rope, head_dim)
     if size == head_dim:
@@ -104,7 +106,7 @@ def pair_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
 
 
 def _scaled(plain: Tensor, rope: RopeConfig, size: int) -> tuple[Tensor, float]:
-    """Of the rotated pairs."""
+    """Return the scaled frequencies of the rotated pairs, and the factor on cos and sin."""
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -119,14 +121,14 @@ def _scaled(plain: Tensor, rope: RopeConfig, size: int) -> tuple[Tensor, float]:
 
 
 def _longrope_scale(rope: RopeConfig) -> float:
-    """LongRoPE, arXiv 2402.13753."""
+    """Return the factor on cos and sin of LongRoPE (arXiv 2402.13753)."""
     if rope.factor <= 1.0:
         return 1.0
     return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow pairs are stretched, fast ones kept; between, the number of turns in the old context sets the mix."""
+    """Stretch slow pairs and keep fast ones; in between, the number of turns in the old context sets the mix."""
     turns = rope.original_max_positions * plain / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
@@ -134,7 +136,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """As llama3, but the mix is linear in the pair's index (YaRN, arXiv 2309.00071)."""
+    """Do as `_llama3`, but with a mix that is linear in the pair's index (YaRN, arXiv 2309.00071)."""
 
     def pair_with(turns: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
