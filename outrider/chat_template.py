@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, name: str = "default") -> ChatTemplate | None:
-        """Return the template of a model folder, or None; `name` picks one of several. Raises ConfigError."""
+        """Return a model folder's template, None if it has none; `name` picks one of several. Raises ConfigError."""
         config = read_config(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         try:

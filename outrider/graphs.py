@@ -82,7 +82,7 @@ class GraphPool(Generic[Shape]):
         log.info("%d %s captured in %.1f s, %.0f MiB", len(shapes), self._name, self.seconds, size)
 
     def captured(self) -> list[Shape]:
-        """Shapes that have a graph, largest first."""
+        """Return the shapes that have a graph, largest first."""
         return sorted(self._graphs, reverse=True)
 
     def capture_next(self, shape: Shape, tell: Callable[[], None]) -> bool:

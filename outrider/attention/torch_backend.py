@@ -33,7 +33,7 @@ FOLD_ROWS = 32
 PAIRS_PER_CALL = 2000
 # A query's result must not depend on the queries and keys beside it. Torch's CPU kernel sums the weights of keys in
 # vectors of 16 and the rest one by one, and it sums products of fewer than 4 rows in another order. So keys are padded
-# to whole vectors, queries to this many rows, and a mask is given unless it is just the lower triangle. A query in
+# to whole vectors, queries to MIN_QUERIES, and a mask is given unless it is just the lower triangle. A query in
 # bfloat16 then gets the same bits beside 0 to 300 others (Zen 4 with avx512_bf16, torch 2.13).
 KEY_STEP = 16
 MIN_QUERIES = 4
@@ -130,10 +130,7 @@ class _GroupAttention:
         self._masks: dict[tuple[int, bool], Tensor] = {}
 
     def __call__(self, q: Tensor, all_k: Tensor, all_v: Tensor, rules: LayerRules) -> Tensor:
-        """Attend with q [M, num_heads, head_dim] of B segments, n padded queries each.
-
-        Returns [B * n, num_heads * head_dim].
-        """
+        """Attend with q [M, num_heads, head_dim]; return [B * n, num_heads * head_dim] for n padded queries of each."""
         if self.rows is not None:
             q = q.index_select(0, self.rows)
         k, v = self._read(all_k), self._read(all_v)

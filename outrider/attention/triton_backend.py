@@ -28,10 +28,7 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """For each layer, one launch rotates and writes heads, and one or two attend.
-
-    In small models the first launch also does the norm and the product before it.
-    """
+    """In each layer one launch rotates and writes (in small models after norm and product), and one or two attend."""
 
     def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         self.batch = batch

@@ -142,7 +142,7 @@ _FIXES = {
 
 @dataclass(eq=False, repr=False)
 class CompiledGrammar:
-    """A grammar ready to make matchers, which share what they learn about its tokens. Only one thread may use it."""
+    """A grammar ready to make matchers, which share what they learn about its tokens. One thread uses it at a time."""
 
     grammar: Grammar
     vocabulary: GrammarVocabulary
@@ -152,7 +152,7 @@ class CompiledGrammar:
     num_renewals: int = 0
     """How often the grammar was compiled again. Matchers share nothing with those made before that."""
     renew: Callable[[GrammarState], None] | None = None
-    """Starts compiling the grammar again for an answer, which then gets `GrammarState.renewed`; None if impossible."""
+    """Starts compiling the grammar again for an answer, which then gets `GrammarState.renewed`; None never does."""
 
     @property
     def worn(self) -> bool:

@@ -30,8 +30,10 @@ class Rotary:
 
     @classmethod
     def of_frequencies(cls, frequencies: Tensor, scale: float, device: torch.device) -> Rotary:
-        """Make one from radians per position of each pair, float32 [head_dim / 2] on the CPU, and a factor on cos and
-        sin."""
+        """Make one from radians per position of each pair, float32 [head_dim / 2] on the CPU.
+
+        cos and sin are multiplied by `scale`.
+        """
         rotary = cls(None, 2 * len(frequencies), device)
         rotary.turns, rotary.scale = True, scale
         rotary._set(frequencies, device)
@@ -43,8 +45,7 @@ class Rotary:
         """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)
         # sin of the first half is subtracted: rotate() then needs one swap of the halves and no negation.
-        # Computed before it moves: arithmetic on the meta device makes torch import its compiler, which takes a second
-        # and over 100 MB.
+        # Before it moves: arithmetic on the meta device makes torch import its compiler, for a second and over 100 MB.
         sign = torch.ones(head_dim)
         sign[: head_dim // 2] = -1.0
         # Channels that do not turn are not scaled.

@@ -1,4 +1,4 @@
-"""What executors and drafters use of a language model, whatever it is made of."""
+"""The interface of language models for executors and drafters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider.models.config import ModelShape
 
 
 class LanguageModel(ABC):
-    """A causal language model that keeps no state between two forwards: KV and what is seen are the caller's.
+    """A causal language model that keeps no state between forwards: the caller has the KV and says what tokens see.
 
-    A forward on a GPU may be captured: it reads lengths from device memory alone and never waits for the device.
+    A forward on a GPU may be captured: it reads lengths only from device memory and never waits for the device.
     """
 
     config: ModelShape
@@ -25,16 +25,16 @@ class LanguageModel(ABC):
     has_experts = False
     """Whether tokens choose which weights are read, and padding reads none."""
     kv_dtype: torch.dtype | None = None
-    """Of keys and values; None is `dtype`."""
+    """Dtype of keys and values; None is `dtype`."""
     steady_rows = 0
-    """Rows of a forward up to which no bit of a row depends on the rows beside it; 0 where it always may."""
+    """Most rows of a forward with which no bit of a row depends on the rows beside it; 0 if it always may."""
 
     def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
-        """Run the batch: writes its k and v to their slots.
+        """Run the batch, and write its k and v to their slots.
 
         Returns [M, hidden_size] in the model's dtype, after the final norm.
 
-        Raises ValueError: the segments do not fit the tokens.
+        Raises ValueError if the segments do not fit the tokens.
         """
         return self.forward_with_features(batch, kv, attention, ())[0]
 
@@ -42,23 +42,23 @@ class LanguageModel(ABC):
     def forward_with_features(
         self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
+        """Do `forward`, and also return the residual stream [M, hidden] as it enters each of `feature_layers`.
 
         Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm) and
-        num_layers + 1 (the same behind the final norm).
+        num_layers + 1 (the same after the final norm).
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
+        """Return float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
 
     def new_kv(self, num_slots: int) -> KVCache:
-        """A cache of the model's shape and device."""
+        """Return a cache of the model's shape and device."""
         config, dtype = self.config, self.kv_dtype or self.dtype
         return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype, self.device)
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of one token's keys and values in such a cache."""
+        """Memory of one token's keys and values in a cache from `new_kv`."""
         config, dtype = self.config, self.kv_dtype or self.dtype
         return KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, dtype)

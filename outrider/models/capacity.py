@@ -1,4 +1,4 @@
-"""Room for a model's work: memory of a GPU or a machine, cores, and the sizes that work is padded to. Torch-free."""
+"""Capacity for a model's work: memory of a GPU or machine, cores, and the sizes that work is padded to. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
-"""What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
+"""Memory that CUDA takes for a process before anything else; we have seen 0.3 to 0.7 GiB."""
 DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 768, 256 << 20
-"""Requests and tree slots of each that a draft service on a GPU makes room for, and what it keeps for graphs and
-for what a forward needs beside its logits."""
+"""Requests, and tree slots of each, that a draft service on a GPU makes room for, and the memory it keeps for graphs
+and for what a forward needs beside its logits."""
 ROUND_REGION = 256
-"""Tree slots of a request where a draft model runs inside verify's rounds."""
+"""Tree slots of a request if a draft model runs inside verify's rounds."""
 SCRATCH_BYTES = 16
-"""Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
+"""Bytes for each token slot and vocabulary entry: logits, processed logits, sampling tables."""
 _MAX_CPU_TOKENS, _CPU_SHARE = 65536, 0.25
 _UNPLANNED_SHARE = 0.01
-"""Of a GPU's memory, left to everything that no plan knows of."""
+"""The share of a GPU's memory left to everything that no plan knows of."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of a round."""
+"""Buckets for the tokens of a round."""
 
 
 def memory_room(free: int, total: int, own: int, share: float) -> int:
-    """Bytes that a process which has `own` may still take of a GPU's memory if `share` of it all may be its.
+    """Return how many more bytes a process may take of a GPU's memory, of which it may have `share` in all.
 
-    What other processes hold counts only where it leaves less than that. `own` is what torch has reserved; the
-    process's context comes on top.
+    Memory of other processes counts only if it leaves less than that. `own` is what torch has reserved for this
+    process; its context comes on top.
     """
     return min(int(total * share) - own - CONTEXT_BYTES, free - int(total * _UNPLANNED_SHARE))
 
 
 def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
-    """Tokens whose KV a quarter of the free memory holds for each process, within what one CPU can use."""
+    """Return how many tokens' KV fits a process's share of a quarter of the free memory, within what a CPU can use."""
     return max(min(int(free_memory() * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that are free on the machine, and no more than a container's limit leaves."""
+    """Return the bytes that are free on the machine, but no more than a container's limit leaves."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = _left_in(cgroup)
     return free if left is None else max(0, min(free, left))
 
 
 def _left_in(cgroup: Path) -> int | None:
-    """A container's limit of memory less what it uses (cgroup v2's memory.max, v1's limit_in_bytes); None without one.
+    """Return a container's memory limit less what it uses (cgroup v2's memory.max, v1's limit_in_bytes); else None.
 
-    Pages of files that were not read again count as used there, but the kernel gives them up first.
+    File pages that were not read again count as free: cgroups count them as used, but the kernel drops them first.
     """
     try:
         if (cgroup / "memory.max").exists():
@@ -63,9 +63,9 @@ def _left_in(cgroup: Path) -> int | None:
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that the process may run on, and no more than a container's quota of processor time pays for.
+    """Return how many cores the process may use, but no more than a container's quota of processor time pays for.
 
-    Threads beyond a quota take it from those that work: the kernel stops all of them when it is spent.
+    Threads beyond the quota take time from those that work: the kernel stops all of them when it is spent.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup)
@@ -73,7 +73,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Cores' worth of time in each period (cgroup v2's cpu.max, v1's cpu.cfs_quota_us); None without a limit."""
+    """Return the quota in cores (cgroup v2's cpu.max, v1's cpu.cfs_quota_us); None without a limit."""
     try:
         if (v2 := cgroup / "cpu.max").exists():
             most, period = v2.read_text().split()
@@ -85,10 +85,10 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def width_buckets(widths: Sequence[int], max_width: int) -> list[int]:
-    """Those of the rising `widths` that are below `max_width`, which ends the list."""
+    """Return those of the rising `widths` that are below `max_width`, and `max_width` at the end."""
     return [width for width in widths if width < max_width] + [max_width]
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """1, 2, 4, ... up to `max_rows`, which ends the list."""
+    """Return 1, 2, 4, ... below `max_rows`, and `max_rows` at the end."""
     return [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows] + [max_rows]

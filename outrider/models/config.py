@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its model, validated before any weight is read. Torch-free."""
+"""The configuration of a model, read from config.json and validated before any weight is read. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from outrider.models.quantization import Quantization, Scheme, read_quantization
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_HEAD_DIM = 512
-"""Of what attention kernels of a GPU take."""
+"""The largest head that attention kernels of a GPU support."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only language model from outside. Sizes are counts of elements; `dtype` is the checkpoint's, as a word.
+    """The outer shape of a decoder-only language model. Sizes are counts of elements; `dtype` names the checkpoint's.
 
     `num_kv_heads` and `head_dim` are those of the KV cache.
     """
@@ -48,29 +48,29 @@ class ModelShape:
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether every layer sees all positions, with one rotary embedding, and scores as they are."""
+        """Whether every layer sees all positions, with one rotary embedding, and uses scores as they are."""
         raise NotImplementedError
 
     def bytes_saved(self, item_bytes: int) -> int:
-        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight; of four they are
-        dequantized."""
+        """Return the memory on a GPU that quantization saves, compared with weights of `item_bytes`. With four bytes it
+        is 0, because weights are dequantized."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(ModelShape):
-    """What our own decoder is built from.
+    """The configuration of our own decoder.
 
     Attributes:
         qk_norm: each query and key head is normed.
-        windows: of each layer how many positions it sees, 0 for all; () for all layers.
-        local_rope: of the layers with a window, if it is another.
+        windows: how many positions each layer sees, 0 for all; () if all layers see all.
+        local_rope: the rotary embedding of layers with a window, if it differs.
         unrotated: layers without rotary positions.
         attention_scale: factor on scores, None for head_dim ** -0.5.
         attention_softcap: see kernels.attention_tiles.ScoreRules; `logit_softcap` caps logits likewise. 0 for none.
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and MLP add to the
             residual stream, and on logits.
-        unpadded_head_dim: head_dim in the checkpoint, where zeros stand behind each half of a head; else 0.
+        unpadded_head_dim: head_dim in the checkpoint, if each half of a head is padded with zeros; else 0.
         vocab_cuts: ranks that share the rows of the output matrix; see `outrider.models.cuts`.
     """
 
@@ -100,13 +100,13 @@ class ModelConfig(ModelShape):
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face model folder.
 
-        Raises ConfigError: names the architecture or field that is at fault, and what is supported.
+        Raises ConfigError, naming the architecture or field at fault, and what is supported.
         """
         return cls.from_fields(*read_configs(Path(folder)))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-        """The same from parsed JSON."""
+        """Make the configuration from parsed JSON, as `from_folder` does from files."""
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         fields = family.completed(text_fields(fields))
@@ -182,28 +182,28 @@ class ModelConfig(ModelShape):
             mixed = experts is not None and layer in experts.layers
             for module, num_out, size in (*attention, *(mixture if mixed else dense)):
                 scheme = self.scheme_of(f"model.layers.{layer}.{module}")
-                # Int8 is made wide.
+                # Int8 is dequantized.
                 if scheme is not None and scheme.kind != "int8":
                     saved += num_out * size * item_bytes - scheme.num_bytes(num_out, size)
         return saved
 
     @property
     def family(self) -> Family:
-        """What the architecture fixes."""
+        """The properties that the architecture fixes."""
         return FAMILIES[self.architecture]
 
     def scheme_of(self, *modules: str) -> Scheme | None:
-        """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""
+        """Return how matrices that are fused into one are quantized, by their modules' names; None if they are not."""
         return None if self.quantization is None else self.quantization.scheme_of(*modules)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotary embedding of a layer; None for none."""
+        """Return the rotary embedding of a layer; None if it has none."""
         if layer in self.unrotated:
             return None
         return self.local_rope if self.local_rope is not None and self.window_of(layer) else self.rope
 
     def window_of(self, layer: int) -> int:
-        """How many positions a layer sees, 0 for all."""
+        """Return how many positions a layer sees, 0 for all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -212,7 +212,7 @@ class ModelConfig(ModelShape):
         return self.unpadded_head_dim or self.head_dim
 
     def with_padded_heads(self) -> ModelConfig:
-        """The same where head_dim is one that our kernels take: heads of other sizes get zeros."""
+        """Return the configuration with a head_dim that our kernels support, to which heads are padded with zeros."""
         padded = padded_head_dim(self.head_dim)
         if padded == self.head_dim:
             return self
@@ -224,7 +224,7 @@ class ModelConfig(ModelShape):
         return replace(self, head_dim=padded, unpadded_head_dim=self.head_dim, attention_scale=scale)
 
     def limited_to(self, context_length: int) -> ModelConfig:
-        """The same for sequences up to so many tokens."""
+        """Return the configuration for sequences of up to `context_length` tokens."""
         longest = min(self.max_positions, context_length)
         rope = replace(self.rope, is_long=self.rope.is_long and longest > self.rope.original_max_positions)
         windows = self.windows
@@ -241,7 +241,7 @@ class ModelConfig(ModelShape):
 
     @property
     def is_plain(self) -> bool:
-        """Whether sizes, biases, norms of heads and experts are all that tells its layers from those of a Llama."""
+        """Whether layers differ from those of a Llama only in sizes, biases, norms of heads and experts."""
         plain = self.has_plain_attention and self.rope.kind != "longrope" and self.rope.rotated == 1.0
         family, scales = self.family, (self.embedding_scale, self.residual_scale, self.logit_scale)
         plain = plain and not (family.wide_qk_norm or family.fused or family.norm_offset or self.logit_softcap)
@@ -267,7 +267,7 @@ class ModelConfig(ModelShape):
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a language model, where it is the text part of a larger one, or all fields."""
+    """Return the fields of the text part if the model is a larger one, else all fields. Raises ConfigError."""
     text = fields.get("text_config")
     if text is None:
         return fields
@@ -275,13 +275,13 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
     outside = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
     found = {name: fields[name] for name in outside if fields.get(name) is not None} | dict(text)
-    # Where both say whether the head is the embedding, transformers goes by the model's own.
+    # If both say whether the head is the embedding, transformers uses the larger model's.
     tied = fields.get("tie_word_embeddings")
     return found if tied is None else found | {"tie_word_embeddings": tied}
 
 
 def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Of each layer the positions it sees, 0 for all; () where all layers see all."""
+    """Return how many positions each layer sees, 0 for all; () if all layers see all."""
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
         raise ConfigError(f"config.json: layer_types must be a list of {num_layers} words, got {kinds!r}")
@@ -316,7 +316,7 @@ def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tupl
 
 
 def _unrotated(fields: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    """Layers without rotary positions: no_rope_layers has a 0 for them, or each so many-th one is."""
+    """Return the layers without rotary positions: no_rope_layers has 0 for them, or no_rope_layer_interval is given."""
     rotates = fields.get("no_rope_layers")
     if rotates is not None:
         if not isinstance(rotates, list) or len(rotates) < num_layers:
@@ -338,7 +338,7 @@ def _activation(fields: Mapping[str, Any], family: Family) -> str:
 
 
 def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float | None:
-    """Gemma names what scores are divided by the root of, Granite the factor."""
+    """Return the factor on scores, None for the usual one. Granite states the factor, Gemma its inverse square."""
     if fields.get("attention_multiplier") is not None:
         return get_float(fields, "attention_multiplier")
     scalar = get_float(fields, "query_pre_attn_scalar", float(head_dim))
@@ -376,7 +376,7 @@ def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: in
 
 
 def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end an answer, by generation_config.json and config.json. Raises ConfigError for illegal ones."""
+    """Return the tokens that end an answer from generation_config.json and config.json. Raises ConfigError."""
     ids: list[int] = []
     for source, given in (("generation_config.json", generation), ("config.json", fields)):
         found = get_eos_token_ids(given, source)
@@ -390,7 +390,7 @@ def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any], voca
 
 
 def stated_dtype(fields: Mapping[str, Any]) -> str:
-    """The checkpoint's number format. Raises ConfigError for one that is not supported."""
+    """Return the name of the checkpoint's dtype. Raises ConfigError for one that is not supported."""
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if name not in DTYPES:
         raise ConfigError(f"config.json: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
@@ -398,12 +398,12 @@ def stated_dtype(fields: Mapping[str, Any]) -> str:
 
 
 def padded_head_dim(size: int) -> int:
-    """Of heads in the KV cache, zeros behind them included: what attention kernels take is a power of two."""
+    """Return the size of heads in the KV cache, padded with zeros to a power of two for attention kernels."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def check_heads(config: ModelShape) -> None:
-    """Refuse heads that attention kernels of a GPU do not take. Raises ConfigError."""
+    """Raise ConfigError for heads that attention kernels of a GPU do not support."""
     if padded_head_dim(config.head_dim) > MAX_HEAD_DIM:
         raise ConfigError(
             f"config.json: head_dim {config.head_dim} of {config.architecture} does not run on a GPU; up to "

@@ -1,7 +1,7 @@
-"""Which part of a checkpoint each rank of a tensor-parallel model has.
+"""The part of a checkpoint that each rank of a tensor-parallel model has.
 
-Heads, channels of MLPs and of each expert, and rows of the output matrix are divided; embeddings, norms, routers and
-the residual stream are everybody's. Where there are more ranks than KV heads, several have the same one.
+Heads, channels of MLPs and of each expert, and rows of the output matrix are divided. All ranks have embeddings, norms,
+routers and the residual stream. If there are more ranks than KV heads, several ranks have the same one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ OPTION = "--tensor-parallel-size"
 
 
 def cut(config: ModelShape, world: int) -> ModelConfig:
-    """What one of `world` ranks has of a model, as the config of a smaller one.
+    """Return what one of `world` ranks has of a model, as the config of a smaller one.
 
-    Raises ConfigError for a model that cannot be divided so.
+    Raises ConfigError for a model that cannot be divided among so many ranks.
     """
     if not isinstance(config, ModelConfig):
         raise _not_ours(config.architecture, world)
@@ -50,9 +50,9 @@ def _not_ours(architecture: str, world: int) -> ConfigError:
 
 
 def check_target(folder: Path, options: VerifyOptions) -> None:
-    """Refuse options that the model in a folder cannot be served with, as far as its config.json tells without torch.
+    """Refuse options that the model in a folder cannot be served with, as far as its config.json shows without torch.
 
-    Raises ConfigError. What is wrong with the model itself comes under --model.
+    Raises ConfigError, which begins with --model if the model itself is at fault.
     """
     ranks = options.tensor_parallel_size
     with under("--model"):
@@ -69,7 +69,7 @@ def check_target(folder: Path, options: VerifyOptions) -> None:
 
 
 def check_plain_attention(config: ModelShape) -> None:
-    """Raise ConfigError for a model that FlashInfer does not run."""
+    """Raise ConfigError for a model that FlashInfer cannot run."""
     if not config.has_plain_attention:
         raise ConfigError(
             f"--attention-backend: flashinfer has no windows, caps, sinks and scales, which {config.architecture} "
@@ -80,13 +80,13 @@ def check_plain_attention(config: ModelShape) -> None:
 def spans(
     name: str, shape: Sequence[int], part: Sequence[int], whole: ModelConfig, rank: int, world: int
 ) -> list[list[Span]]:
-    """Of each dimension of a checkpoint's tensor, the pieces that a rank reads, which lie behind one another then.
+    """Return, for each dimension of a checkpoint's tensor, the pieces that a rank reads and joins.
 
     `shape` is the checkpoint's, `part` that of what is read. Raises ConfigError for a tensor that is not divisible.
     """
     found = []
     for dimension, (size, wanted) in enumerate(zip(shape, part, strict=True)):
-        # What AWQ and GPTQ call so has rows of the matrix as its columns.
+        # AWQ's and GPTQ's tensors of these names have rows of the matrix as their columns.
         is_upright = not name.endswith((".qweight", ".qzeros", ".scales"))
         sections = _sections(name, size, whole) if whole.family.fused and dimension == 1 - is_upright else [size]
         if size == wanted:
@@ -108,7 +108,7 @@ def spans(
 
 
 def _sections(name: str, size: int, whole: ModelConfig) -> list[int]:
-    """What the matrices that are fused in a checkpoint's tensor have of its rows, or of their scales, each."""
+    """Return how many rows of a checkpoint's tensor, or scales of them, each of the matrices fused in it has."""
     parts = [1]
     if ".qkv_proj." in name:
         parts = [whole.num_heads, whole.num_kv_heads, whole.num_kv_heads]
@@ -118,7 +118,7 @@ def _sections(name: str, size: int, whole: ModelConfig) -> list[int]:
 
 
 def _fault(config: ModelConfig, world: int) -> str:
-    """Why a model cannot be divided among so many ranks; empty if it can."""
+    """Return why a model cannot be divided among so many ranks; empty if it can."""
     kv_heads, experts = config.num_kv_heads, config.experts
     sizes = {"num_attention_heads": config.num_heads}
     if experts is None or len(experts.layers) < config.num_layers:
@@ -136,7 +136,7 @@ def _fault(config: ModelConfig, world: int) -> str:
 
 
 def _block_fault(config: ModelConfig, world: int) -> str:
-    """Which scale of a quantized matrix would be that of two ranks, if any."""
+    """Return which quantized matrix has blocks that two ranks would share; empty if none."""
     heads, kv_heads = config.num_heads * config.weight_head_dim, config.num_kv_heads * config.weight_head_dim
     divided = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.o_proj": heads}
     divided |= dict.fromkeys(("mlp.gate_proj", "mlp.down_proj"), config.intermediate_size)

@@ -1,7 +1,7 @@
 """Decoders with rotary positions, grouped-query attention and gated MLPs, or mixtures of them: the architectures of
 outrider.models.families.
 
-What tells them apart is stated by ModelConfig, not by subclasses. The heads of drafters are made of the same layers.
+They differ by ModelConfig, not by subclasses. The heads of drafters are made of the same layers.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from outrider.models.config import ModelConfig
 
 
 class ResidualOutput:
-    """A matrix whose products join the residual stream: through a norm where the family has one behind, and scaled."""
+    """A matrix whose products are added to the residual stream, scaled, and normed before if the family has it so."""
 
     def __init__(self, linear: Linear, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.linear = linear
         self.norm = layer_norm(config, dtype, device) if config.family.norms != "before" else None
         self._scale = config.residual_scale
         self.exchange: Exchange | None = None
-        """Among ranks of which each has some of the matrix's columns."""
+        """Between ranks that each have some of the matrix's columns."""
         self.next_norm: RMSNorm | None = None
-        """What the residual stream is normed by next, for one kernel to do both."""
+        """The next norm of the residual stream, so that one kernel can do both."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether products are added as they are, and on one rank."""
+        """Whether products are added as they are, without a bias, and on one rank."""
         return self.norm is None and self._scale == 1.0 and self.exchange is None and self.linear.bias is None
 
     def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
-        """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
+        """Return the residual stream [M, hidden] plus the output for `rows` [M, in]."""
         exchange = self.exchange
         if self.norm is None and self._scale == 1.0:
             if exchange is None:
@@ -58,7 +58,7 @@ class ResidualOutput:
     def finish_loading(self) -> None:
         """See SelfAttention."""
         if self.exchange is not None and self.exchange.rank:
-            # It is added once.
+            # Only rank 0 adds it.
             self.linear.bias = None
         self.linear.pack()
         if self.norm is not None:
@@ -66,14 +66,14 @@ class ResidualOutput:
 
 
 def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device, *shape: int) -> RMSNorm:
-    """An empty norm with the family's offset, of the residual stream's width if no other `shape` is given."""
+    """Return an empty norm with the family's offset, of the residual stream's width unless `shape` is given."""
     return RMSNorm(shape or (config.hidden_size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
 
 
 class SelfAttention:
     """Grouped-query attention over rows [M, input_size]; `layer` is its layer of the KV cache.
 
-    `rotary` are the layer's own angles, if they are not those of the model's first layer.
+    `rotary` is the layer's own rotary embedding, if it is not the model's.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SelfAttention:
         # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
         name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
         self._parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        """Rows of the matrices that are apart in checkpoints."""
+        """Rows of the matrices that are separate in checkpoints."""
         if config.family.fused:
             self._parts = {"qkv_proj": num_out}
         scheme = config.scheme_of(*(f"{name}.{part}" for part in self._parts))
@@ -110,17 +110,17 @@ class SelfAttention:
         scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)
         rules = LayerRules(config.attention_scale, scores, rotary)
         self.rules = PLAIN if rules.is_plain and rotary is None else rules
-        """How it attends; sinks, if there are any, are empty."""
+        """How the layer attends. Sinks, if there are any, are empty until they are loaded."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it sees all keys by the model's angles, has no norms over all heads, no padding, and adds what it
-        makes as it is."""
+        """Whether the layer sees all keys with the model's rotary embedding, has no norms over all heads and no
+        padding, and adds its output as it is."""
         is_usual = self.rules.scores == PLAIN.scores and self.rules.rotary is None
         return is_usual and not self.wide_norms and not self._padding and self.output.is_plain
 
     def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
-        """`residual` [M, hidden] plus the attention's output for `rows`."""
+        """Return `residual` [M, hidden] plus the attention's output for `rows`."""
         made = self.qkv(rows)
         if self.wide_norms:
             *parts, v = made.split((self.q_size, self.kv_size, self.kv_size), 1)
@@ -132,21 +132,21 @@ class SelfAttention:
         return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm, self.rules))
 
     def _attend_padded(self, heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """AttentionPlan.attend with zeros behind each half of a head: pairs stay pairs, and zeros change no score."""
+        """Attend with zeros behind each half of a head: pairs stay pairs, and zeros change no score."""
         num_rows, half = len(heads), self.head_dim // 2
         padded = functional.pad(heads.view(num_rows, -1, 2, half), (0, self._padding)).flatten(2)
         attended = plan.attend(self.layer, padded, None, self.rules).view(num_rows, self.num_heads, 2, -1)
         return attended[..., :half].reshape(num_rows, self.q_size)
 
     def of_stream(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] plus the attention's output for it, normed."""
+        """Return the residual stream [M, hidden] plus the attention's output for the normed stream."""
         attended = None
         if not self.wide_norms and not self._padding:
             attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm, self.rules)
         return self(norm(stream), stream, plan) if attended is None else self.output.add_to(stream, attended)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """q, k and v as views of the fused matrix; norms of heads fill one row a head."""
+        """Return the tensors to fill: q, k and v as views of the fused matrix; head norms fill the row of one head."""
         found = self.qkv.tensors(*self._parts, rows=list(self._parts.values()))
         found |= self.output.linear.tensors("o_proj")
         if self.qk_norm is not None:
@@ -159,7 +159,7 @@ class SelfAttention:
         return found
 
     def finish_loading(self) -> None:
-        """Called once when the weights are filled, to choose memory layouts."""
+        """Choose memory layouts. Called once when the weights are filled."""
         if self.qk_norm is not None:
             if self._order is not None:
                 self.qk_norm.weight[:] = self.qk_norm.weight[:, self._order]
@@ -171,7 +171,7 @@ class SelfAttention:
         self.output.finish_loading()
 
     def _row_order(self) -> Tensor | None:
-        """Which of the checkpoint's rows of q, k and v comes where, int64; None where all are in place."""
+        """Return the checkpoint's row for each row of q, k and v, int64; None if all are in place."""
         if self._order is None:
             return None
         rows = torch.arange(self.q_size + 2 * self.kv_size).view(-1, self.head_dim)
@@ -184,7 +184,7 @@ class GatedMlp:
     """A gated MLP."""
 
     name = "mlp"
-    """In checkpoints."""
+    """Its name in checkpoints."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = config.intermediate_size
@@ -202,15 +202,15 @@ class GatedMlp:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it gates by silu, has no bias, and adds what it makes as it is."""
+        """Whether it gates by silu, has no bias, and adds its output as it is."""
         return not self._gelu and self.gate_up.bias is None and self.down.is_plain
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] plus the MLP's output for it, normed."""
+        """Return the residual stream [M, hidden] plus the MLP's output for the normed stream."""
         return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm, self._gelu))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """gate and up as halves of one matrix."""
+        """Return the tensors to fill, gate and up as halves of one matrix."""
         gate_up = self.gate_up.tensors(*self._parts, rows=list(self._parts.values()))
         return gate_up | self.down.linear.tensors("down_proj")
 
@@ -221,10 +221,10 @@ class GatedMlp:
 
 
 class DecoderLayer:
-    """Attention and MLP, each with a residual around it and with norms before or behind, as the family has them.
+    """Attention and MLP, each with a residual around it and with norms before or after it, as the family has them.
 
-    `input_size` is the width of what attention takes, if it is not the residual stream's. `input_norm` False leaves
-    out the norm before attention. `rotary`: see SelfAttention.
+    `input_size` is the width of attention's input, if it is not the residual stream's. `input_norm` False leaves out
+    the norm before attention. `rotary`: see SelfAttention.
     """
 
     def __init__(
@@ -248,10 +248,10 @@ class DecoderLayer:
         else:
             self.mlp = GatedMlp(config, layer, dtype, device)
         self.ends = self.attention.output, self.mlp.down if isinstance(self.mlp, GatedMlp) else self.mlp
-        """What adds to the residual stream."""
+        """The parts that add to the residual stream."""
 
     def __call__(self, stream: Tensor, plan: AttentionPlan, given: Tensor | None = None) -> Tensor:
-        """The residual stream [M, hidden] after the layer; `given` [M, input_size]: what attention takes instead."""
+        """Return the stream [M, hidden] after the layer; `given` [M, input_size] replaces the input of attention."""
         if given is None and self.attention_norm is not None:
             stream = self.attention.of_stream(stream, self.attention_norm, plan)
         else:
@@ -259,7 +259,7 @@ class DecoderLayer:
         return self.mlp(stream, self.mlp_norm, plan)
 
     def few_rows(self, config: ModelConfig) -> tuple[StackShape, LayerWeights] | None:
-        """What kernels.cpu.stack needs of the layer; None if it does not do what the layer does."""
+        """Return what kernels.cpu.stack needs of the layer; None if it cannot do what the layer does."""
         attention, mlp, before = self.attention, self.mlp, self.attention_norm
         if not attention.is_plain or not isinstance(mlp, GatedMlp) or not mlp.is_plain or self.mlp_norm is None:
             return None
@@ -289,14 +289,14 @@ class DecoderLayer:
             end.exchange = exchange
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Hugging Face names below the layer's own."""
+        """Return the tensors to fill by their Hugging Face names below the layer's own."""
         found = {f"{name}.weight": norm.weight for name, norm in self._norms().items()}
         found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
         found |= {f"{self.mlp.name}.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
         return found
 
     def _norms(self) -> dict[str, RMSNorm]:
-        """By their names in checkpoints: where there are norms behind, the one before the MLP has a name of its own."""
+        """Return norms by checkpoint names; the one before the MLP has its own name if there is one after attention."""
         attention_end = self.attention.output.norm
         mlp_end = self.mlp.down.norm if isinstance(self.mlp, GatedMlp) else None
         found = {
@@ -319,17 +319,17 @@ class DecoderLayer:
 class LayerStack:
     """The decoder layers of a model or a head, each with its part of the KV cache, run in the fastest way there is.
 
-    On a CPU few rows pass all layers in one function (kernels.cpu.stack), where the layers allow it.
+    On a CPU, few rows go through all layers in one function (kernels.cpu.stack), if the layers allow it.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], config: ModelConfig, rotary: Rotary) -> None:
         """`layers` may be filled later, before `finish_loading`."""
         self.layers, self._config, self._rotary = layers, config, rotary
         self.few: DecoderStack | None = None
-        """The function; None where there is none."""
+        """The function for few rows; None if there is none."""
 
     def finish_loading(self) -> None:
-        """Called once when all weights are filled."""
+        """Choose memory layouts and the function for few rows. Called once when all weights are filled."""
         for layer in self.layers:
             layer.finish_loading()
         few = [found for layer in self.layers if (found := layer.few_rows(self._config)) is not None]
@@ -346,9 +346,9 @@ class LayerStack:
         wanted: Sequence[int] = (),
         given: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The residual stream [M, hidden] behind all layers, and as it enters each of the layers `wanted`.
+        """Return the residual stream [M, hidden] after all layers, and as it enters each of the layers `wanted`.
 
-        `given` [M, any]: what the first layer's attention takes in place of the normed stream.
+        `given` [M, any] replaces the normed stream as the input of the first layer's attention.
         """
         few = self.plan(batch, kv)
         if few is not None:
@@ -365,14 +365,14 @@ class LayerStack:
         return stream, found
 
     def plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
-        """The batch as the function takes it; None where it does not."""
+        """Return the batch in the form for the function for few rows; None if it does not take the batch."""
         if self.few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
             return None
         found = batch.queries()
         if found is None:
             return None
         positions = batch.positions.long()
-        # In bfloat16, as rotations of many rows have them.
+        # In bfloat16, as in rotations of many rows.
         angles = self._rotary.tables(positions, torch.bfloat16)
         return self.few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
 
@@ -386,7 +386,7 @@ class CausalLM(LanguageModel):
         self.device = device
         self.has_experts = config.experts is not None
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        # As transformers has it, in the model's dtype.
+        # In the model's dtype, like transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self.rotary = Rotary(config.rope, config.weight_head_dim, device, config.head_dim)
         others = {config.rope_of(layer) for layer in range(config.num_layers)} - {config.rope}
@@ -404,20 +404,20 @@ class CausalLM(LanguageModel):
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme and scheme.without_library())
         self.exchange: Exchange | None = None
-        """Among ranks of which each has its part of the weights."""
+        """Between ranks that each have their part of the weights."""
         self._stack = LayerStack(self.layers, config, self.rotary)
 
     def join(self, exchange: Exchange) -> None:
-        """Compute as one of several ranks, of which each has its part of the weights; before `finish_loading`.
+        """Compute as one of several ranks that each have their part of the weights; call before `finish_loading`.
 
-        `config` is what `ModelConfig.cut` makes for so many.
+        `config` must be what `outrider.models.cuts.cut` makes for that many ranks.
         """
         self.exchange = exchange
         for layer in self.layers:
             layer.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""
+        """Return the tensors to fill by their names in the checkpoint; some are views of fused ones."""
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not self.config.tie_embeddings:
             found |= self.head.tensors("lm_head")
@@ -426,12 +426,12 @@ class CausalLM(LanguageModel):
         return found
 
     def finish_loading(self) -> None:
-        """Called once when all tensors are filled, to choose memory layouts.
+        """Choose memory layouts. Called once when all tensors are filled.
 
-        Layer by layer, so that no more than one matrix is in memory twice.
+        It goes layer by layer, so that no more than one matrix is in memory twice.
         """
         if self.config.tie_embeddings:
-            # Rows are looked up in the plain layout; where packing helps, the head is a second copy in another one.
+            # Rows are looked up in the plain layout. If packing helps, the head is a second copy in another layout.
             self.head.weight = self.embedding
             if self.exchange is not None and self.config.vocab_cuts > 1:
                 self.head.weight = self.embedding.chunk(self.config.vocab_cuts)[self.exchange.rank]
@@ -452,7 +452,7 @@ class CausalLM(LanguageModel):
         return hidden, [features[number] for number in feature_layers]
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """The residual stream [M, hidden_size] as the first layer takes it."""
+        """Return the residual stream [M, hidden_size] that enters the first layer."""
         stream = functional.embedding(token_ids, self.embedding)
         return stream if self._embedding_scale == 1.0 else stream * self._embedding_scale
 

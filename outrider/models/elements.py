@@ -1,4 +1,4 @@
-"""How many elements a model's or head's weights have, and a token's keys and values, by config.json. Torch-free."""
+"""Counts elements of a model's or head's weights, and of a token's keys and values, by config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Elements:
 
     embedding: int
     layers: int
-    """Matrices, biases and norms of all layers, and what stands before and behind them."""
+    """Matrices, biases and norms of all layers, and what comes before and after them."""
     output: int
-    """The output matrix; 0 where it is the embedding itself."""
+    """The output matrix; 0 if it is the embedding itself."""
     idle: int = 0
-    """Of `layers`, experts that a token leaves alone."""
+    """Elements of `layers` in experts that a token does not use."""
     idle_share: float = 0.0
-    """What part of all experts those are."""
+    """The share of experts that a token does not use."""
 
     @property
     def total(self) -> int:
@@ -32,18 +32,18 @@ class Elements:
 
     @property
     def read(self) -> int:
-        """What a forward of one token reads: of the embedding a row, unless that is the output matrix too."""
+        """Elements that a forward of one token reads: a row of the embedding, or all if it is the output matrix too."""
         return self.layers - self.idle + (self.output or self.embedding)
 
     def read_by(self, num_tokens: int) -> int:
-        """What a forward of so many tokens is expected to read, if each wakes experts of its own."""
+        """Return how many elements a forward is expected to read if each token chooses its experts independently."""
         return self.read + round(self.idle * (1.0 - self.idle_share ** (num_tokens - 1)))
 
 
 def target_elements(config: ModelShape, folder: Path) -> Elements:
-    """Elements of a target; those of a model that transformers runs are counted in its files.
+    """Return the elements of a target; for a model that transformers runs, they are counted in its files.
 
-    Of a model of images or sound the language model counts. Embeddings of each layer are read as rows, as any.
+    Of a model of images or sound, the language model counts. Per-layer embeddings are read by rows, like any embedding.
     """
     if isinstance(config, ModelConfig):
         return model_elements(config)
@@ -58,7 +58,7 @@ def target_elements(config: ModelShape, folder: Path) -> Elements:
 
 
 def model_elements(config: ModelConfig) -> Elements:
-    """Elements of a language model."""
+    """Return the elements of a language model."""
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
     output = 0 if config.tie_embeddings else embedding // config.vocab_cuts
@@ -72,7 +72,7 @@ def model_elements(config: ModelConfig) -> Elements:
 
 
 def head_elements(algorithm: str, head: HeadConfig) -> Elements:
-    """Elements of a head, its copy of the embedding included; of a sequential part the two large matrices."""
+    """Return the elements of a head, with its copy of the embedding; of a sequential part, the two large matrices."""
     decoder = head.decoder
     hidden, count = decoder.hidden_size, decoder.num_layers
     features = len(head.feature_layers) * head.target_hidden_size
@@ -84,7 +84,7 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
     elif algorithm == "EAGLE":
         layers = count * _layer(decoder, hidden) - hidden + 2 * hidden * hidden + head.fc_bias * hidden
     elif head.block is not None:
-        # Keys and values of the context have a product of their own.
+        # The context's keys and values have a product of their own.
         layers = count * (_layer(decoder, hidden) + 2 * decoder.num_kv_heads * decoder.head_dim * hidden)
         layers += features * hidden + head.fc_bias * hidden + 2 * hidden
         layers += (decoder.vocab_size + head.draft_vocab_size) * head.block.markov_rank
@@ -94,12 +94,12 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
 
 
 def kv_elements(config: ModelShape) -> int:
-    """Elements of one token's keys and values over all layers, with the zeros that a GPU wants behind heads."""
+    """Return the elements of a token's keys and values over all layers, with the zeros that pad heads on a GPU."""
     return 2 * config.num_layers * config.num_kv_heads * padded_head_dim(config.head_dim)
 
 
 def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> int:
-    """Elements of one decoder layer whose attention takes rows of `input_size`."""
+    """Return the elements of one decoder layer whose attention takes rows of `input_size`."""
     hidden = config.hidden_size
     query, both = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     attention = input_size * (query + both) + query * hidden
@@ -112,6 +112,6 @@ def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> 
 
 
 def _mlp(config: ModelConfig) -> int:
-    """Elements of a gated MLP that is no mixture of experts."""
+    """Return the elements of a gated MLP that is not a mixture of experts."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias

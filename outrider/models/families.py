@@ -9,20 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes and config.json leaves unsaid.
+    """What an architecture fixes and config.json does not say.
 
-    `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four, unless
-    `attention_bias` says that none has any, whatever config.json has. `mlp_bias`: config.json may ask for biases in
-    the MLP. `head_dim`: where config.json names none; None is hidden_size / num_heads. `unread_prefix`: tensors of the
-    checkpoint that are not the decoder's. `experts`: how its mixtures of experts are written (see ExpertsConfig).
+    `qkv_bias`: q, k and v have biases and the output has none. Otherwise the field attention_bias decides for all four;
+    if `attention_bias` is False, none has a bias, whatever config.json says. `mlp_bias`: config.json may ask for biases
+    in the MLP. `head_dim`: the default if config.json has none; None is hidden_size / num_heads. `unread_prefix`: the
+    prefix of tensors in the checkpoint that are not the decoder's. `experts`: the form of its mixtures of experts (see
+    ExpertsConfig).
 
-    `qk_norm`: each query and key head is normed; `wide_qk_norm`: all query heads at once, and all key heads.
-    `norms`: of attention and MLP, `before` them, `after` them, or `both`. `norm_offset`: what is added to the weight of
-    every norm. `fused`: q, k and v are one matrix in the checkpoint, and gate and up another. `windows`: config.json
-    may ask for sliding windows. `sinks`: every head has a score that takes part in its softmax and has no value.
-    `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is the text part of
-    a larger model, which text_config describes; other tensors are not read. `gelu`: what its config.json means by that
-    name. `window_pattern`: each so many-th layer has no window, the others do; 0 if that is not how they are told.
+    `qk_norm`: each query and key head is normed; `wide_qk_norm`: all query heads are normed together, and all key
+    heads. `norms`: attention and MLP have norms `before` them, `after` them, or `both`. `norm_offset`: what is added to
+    the weight of every norm. `fused`: q, k and v are one matrix in the checkpoint, and gate and up another. `windows`:
+    config.json may ask for sliding windows. `sinks`: every head has a score that takes part in its softmax and has no
+    value. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is the text
+    part of a larger model, which text_config describes; other tensors are not read. `gelu`: what "gelu" means in its
+    config.json. `window_pattern`: one layer in this many has no window, the others do; 0 if no such pattern is used.
     `defaults`: fields that its config.json may leave out.
     """
 
@@ -46,7 +47,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def completed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json's fields without those that only other families read, and with those that it leaves out."""
+        """Return config.json's fields without those that only other families read, and with the family's defaults."""
         others = _OF_FAMILIES | (_OF_WINDOWS if self.windows else frozenset())
         given = {name: value for name, value in fields.items() if name in self.defaults or name not in others}
         if given.get("rope_parameters") is None:
@@ -73,9 +74,9 @@ _OF_FAMILIES = frozenset(
         "partial_rotary_factor",
     ]
 )
-"""Fields that count for families alone that have them among their defaults."""
+"""Fields that only count for families that have them among their defaults."""
 _OF_WINDOWS = frozenset(("use_sliding_window", "layer_types"))
-"""Likewise, among families that have windows; others refuse what these ask for."""
+"""Likewise, among families that have windows. The others keep these fields, and refuse what they ask for."""
 
 _MISTRAL = Family(attention_bias=False, windows=True, defaults={"sliding_window": 4096, "layer_types": None})
 _QWEN2_FIELDS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -160,7 +161,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": _QWEN3,
     # MiMo's checkpoints carry their drafter, a head that predicts one token more.
     "MiMoForCausalLM": replace(_QWEN2, unread_prefix="model.mtp_layers."),
-    # The first files name the exact one, and were trained with this one.
+    # The first files name the exact gelu, but were trained with this one.
     "GemmaForCausalLM": replace(_GEMMA, gelu="gelu_pytorch_tanh"),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,

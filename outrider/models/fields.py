@@ -12,7 +12,7 @@ from outrider.errors import ConfigError, reason_of
 
 
 def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json, which need not be there. Raises ConfigError as `read_json` does."""
+    """Return config.json, and generation_config.json or {} if it is missing. Raises ConfigError as `read_json` does."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: not a folder; give a Hugging Face model folder")
     path = folder / "generation_config.json"
@@ -20,19 +20,19 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 LFS_POINTER = b"version https://git-lfs"
-"""What begins a file that git has put in the place of one that it keeps in LFS."""
+"""Begins a file that git has put in the place of one that it keeps in LFS."""
 
 
 def refuse_pointer(path: Path, content: bytes) -> None:
-    """Raise ConfigError where `content`, the beginning of a file or all of it, is a pointer of git LFS."""
+    """Raise ConfigError if `content`, the beginning of a file or all of it, is a pointer of git LFS."""
     if content.startswith(LFS_POINTER):
         raise ConfigError(f"{path} is a pointer of git LFS, not the file itself; run git lfs pull in its folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
-    Raises ConfigError: the file is missing, unreadable, not JSON, or not an object.
+    Raises ConfigError if the file is missing, unreadable, not JSON, or not an object.
     """
     try:
         data = path.read_bytes()
@@ -48,23 +48,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 MAX_LAYERS = 4096
-"""Of any model: some 20 times those of the deepest there are."""
+"""Most layers of a model: some 20 times as many as the deepest models have."""
 
 
 MAX_INT = 2**31 - 1
-"""Of an integer in config.json, where nothing else bounds it."""
+"""The largest integer in config.json, where nothing else bounds it."""
 
 
 def get_int(
     fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0, maximum: int = MAX_INT
 ) -> int:
-    """An integer field; null counts as absent. Without a default the field is required."""
+    """Return an integer field; null counts as absent. Without a default the field is required."""
     what = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum < MAX_INT else "")
     return int(_get(fields, name, default, what, lambda value: type(value) is int and minimum <= value <= maximum))
 
 
 def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A finite number field; null counts as absent. Without a default the field is required."""
+    """Return a finite number field; null counts as absent. Without a default the field is required."""
     return float(
         _get(
             fields, name, default, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
@@ -73,18 +73,18 @@ def get_float(fields: Mapping[str, Any], name: str, default: float | None = None
 
 
 def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field; null counts as absent."""
+    """Return a boolean field; null counts as absent."""
     return bool(_get(fields, name, default, "true or false", lambda value: type(value) is bool))
 
 
 def get_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object field; null counts as absent, and an absent one is empty."""
+    """Return an object field; null counts as absent, and an absent one is empty."""
     found: Mapping[str, Any] = _get(fields, name, {}, "an object", lambda value: isinstance(value, Mapping))
     return found
 
 
 def get_strings(fields: Mapping[str, Any], name: str) -> list[str]:
-    """A field that is a list of strings; null counts as absent, and an absent one is empty."""
+    """Return a field that is a list of strings; null counts as absent, and an absent one is empty."""
     found: list[str] = _get(fields, name, [], "a list of strings", _are_strings)
     return found
 
@@ -105,7 +105,7 @@ def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal
 
 
 def get_eos_token_ids(fields: Mapping[str, Any], source: str) -> list[int]:
-    """`eos_token_id`, a token id or a list of them; null and absent give none."""
+    """Return the ids in `eos_token_id`, which is a token id or a list of them; none if it is null or absent."""
     value = fields.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:

@@ -1,4 +1,4 @@
-"""Which models transformers runs in the place of our decoder, and what config.json says of them. Torch-free."""
+"""Models that transformers runs instead of our decoder, as config.json describes them. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TEXT_PARTS = frozenset(
 )
 """Models of images or sound whose language model transformers loads by itself, with the same logits for text.
 
-Of others it has no such model, or one under other names, or one that scales logits otherwise.
+For others it has no such model, or one with other names, or one that scales logits differently.
 """
 
 
 def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
-    """Whether outrider's own decoder or transformers runs the model that config.json describes; `wanted`: --model-impl.
+    """Return "outrider" (our decoder) or "transformers", whichever runs the model of a config.json.
 
-    Raises ConfigError: the architecture is of a kind that neither runs, or transformers is needed and not installed.
+    `wanted`: see --model-impl. Raises ConfigError if neither runs the architecture, or transformers is not installed.
     """
     names = get_strings(fields, "architectures")
     if wanted == "outrider" or not names:
@@ -42,7 +42,7 @@ def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
 
 
 def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
+    """Raise ConfigError unless the model is a decoder that attends in every layer, as far as config.json shows."""
     kind, is_part = "", name in TEXT_PARTS
     text = text_fields(fields)
     layers = {str(layer) for layer in text.get("layer_types") or []}
@@ -63,9 +63,9 @@ def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
 
 
 def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelShape:
-    """A model that transformers runs, as far as config.json tells without it; fields go by several names there.
+    """Return the shape of a model for transformers, as far as config.json shows it; fields have several names there.
 
-    Raises ConfigError: a field is missing, because the family's own default holds, or illegal.
+    Raises ConfigError for an illegal field, and for a missing one, where the family's own default would hold.
     """
     other = {
         "hidden_size": "n_embd",
@@ -79,11 +79,11 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     hidden_size = get_int(fields, "hidden_size", minimum=1)
     vocab_size = get_int(fields, "vocab_size", minimum=1)
     head_dim = get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)
-    if "qk_nope_head_dim" in fields:  # latent attention, whose heads transformers makes whole
+    if "qk_nope_head_dim" in fields:  # latent attention, which transformers expands to full heads
         parts = (get_int(fields, name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
         head_dim = max(sum(parts), get_int(fields, "v_head_dim", 1, minimum=1))
-    # Some have other heads in layers that see everything; the KV cache has the largest of all for each. transformers
-    # writes what differs by layer, under the layer's number.
+    # Some models have other heads in layers that see everything; the KV cache has the largest of them for all layers.
+    # transformers writes what differs by layer under the layer's number.
     layers = fields.get("per_layer_config")
     others = [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
     head_dims = [get_int(layer, "head_dim", 1, minimum=1) for layer in others]
@@ -105,10 +105,10 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
 
 
 def check_config(folder: Path, wanted: str = "auto") -> tuple[ModelConfig | None, int]:
-    """Refuse a model that cannot run, as far as its config.json tells without torch; raises ConfigError.
+    """Raise ConfigError for a model that cannot run, as far as its config.json shows without torch.
 
-    Else returns what our decoder is built from, None if it is not ours, and how many positions the model has, 0 where
-    that is not told.
+    Otherwise return the config of our decoder, None if transformers runs the model, and the model's number of
+    positions, 0 if config.json does not say.
     """
     fields, generation = read_configs(folder)
     if choose_impl(fields, wanted) != "outrider":

@@ -22,9 +22,9 @@ from outrider.models.weights import EMBEDDING, HEAD, Progress, StoredTensor, che
 
 
 def describe_model(path: str | Path, impl: str = "auto") -> ModelConfig | TransformersConfig:
-    """What config.json says of a model, and who runs it; no weights are read. `impl`: see --model-impl.
+    """Return a model's configuration, whose type tells what runs it; no weights are read. `impl`: see --model-impl.
 
-    Raises ConfigError: names the architecture or field that is at fault.
+    Raises ConfigError, naming the architecture or field at fault.
     """
     fields, generation = read_configs(Path(path))
     if choose_impl(fields, impl) == "transformers":
@@ -44,8 +44,8 @@ def load_model(
 ) -> LanguageModel:
     """Load a Hugging Face folder as our decoder, or through transformers. `impl`: see --model-impl.
 
-    No sequence will be longer than `context_length`; 0: than the model allows. The rest: see `load_decoder`.
-    Raises ConfigError: names the architecture, field, file or tensor that is at fault.
+    For the other arguments see `load_decoder`.
+    Raises ConfigError, naming the architecture, field, file or tensor at fault.
     """
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
         if exchange is not None:
@@ -65,11 +65,12 @@ def load_decoder(
 ) -> CausalLM:
     """Load a Hugging Face folder as our decoder: config.json and safetensors, in one file or sharded.
 
-    Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
-    `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do. No sequence will be
-    longer than `context_length`; 0: than the model allows. `exchange`: among ranks of which each loads its part.
-    `own_products`: none by a library, so that a row's result does not depend on the rows beside it.
-    Raises ConfigError: names the architecture, field, file or tensor that is at fault.
+    Names and shapes of all tensors are checked before memory is taken for weights. Tensors are then converted to
+    `dtype` and moved to `device` one by one, and `progress(done_bytes, total_bytes)` is called from this thread. No
+    sequence will be longer than `context_length`; 0 stands for what the model allows. `exchange`: between ranks that
+    each load their part. `own_products`: use none by a library, so that a row's result does not depend on the rows
+    beside it.
+    Raises ConfigError, naming the architecture, field, file or tensor at fault.
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
@@ -96,16 +97,16 @@ def load_decoder(
             return found - found[0] if name.endswith(".g_idx") else found
 
         fill(targets, read, progress)
-        # What was read of mapped files counts as this process's memory.
+        # Pages of mapped files that were read count as this process's memory.
         stored.clear()
         model.finish_loading()
     return model
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor of a larger model's text part has where the decoder is alone; None for other tensors.
+    """Return the name that a tensor of a larger model's text part has in a decoder alone; None for other tensors.
 
-    The hub's files and those that transformers 5 writes differ in the prefix.
+    Files on the hub and those that transformers 5 writes differ in the prefix.
     """
     for prefix in ("language_model.model.", "model.language_model.", "language_model."):
         if name.startswith(prefix):
@@ -115,9 +116,9 @@ def text_name(name: str) -> str | None:
 
 
 def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors that a decoder of this config has, and no others.
+    """Return the checkpoint's tensors that a decoder of this config has.
 
-    Raises ConfigError: one is missing, not called for, or of another shape.
+    Raises ConfigError for one that is missing, not called for, or of another shape.
     """
     family = config.family
     unread = family.unread_prefix
@@ -138,25 +139,25 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
 
     stored = stored_tensors(folder, name_of)
     if config.tie_embeddings and (head := stored.pop(HEAD, None)) is not None:
-        # Some write the one matrix under the other name.
+        # Some checkpoints have the one matrix under the other name.
         _check_tied(head, stored.setdefault(EMBEDDING, head), folder)
     check_tensors(stored, expected, folder)
     return stored
 
 
 _COMPARED_ROWS = 8192
-"""At once, of matrices that may take a gigabyte each."""
+"""Rows that are compared at once, of matrices that may take a gigabyte each."""
 
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor, folder: Path) -> None:
-    """Raise ConfigError for an output matrix that is said to be the embedding, and is another."""
+    """Raise ConfigError for an output matrix that should be the embedding but differs from it."""
     if head is embedding:
         return
 
     def differ(start: int) -> bool:
         part = [[(start, min(head.shape[0], start + _COMPARED_ROWS))], [(0, head.shape[-1])]]
         one, other = head.read(part), embedding.read(part)
-        # Bit by bit: rows that nobody uses may hold anything.
+        # Compared bit by bit, because unused rows may hold anything.
         return one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
     if head.shape != embedding.shape or any(map(differ, range(0, head.shape[0], _COMPARED_ROWS))):

@@ -1,4 +1,4 @@
-"""What config.json says about parts of a decoder: rotary positions, and mixtures of experts. Torch-free."""
+"""Parts of a decoder as config.json describes them: rotary positions, and mixtures of experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NUMBERS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
 )  # fmt: skip
-"""Parameters of RopeConfig that go by the same names there, and need not be there."""
+"""Optional parameters that have the same names in config.json and in RopeConfig."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding parameters, whichever of its three homes in config.json they came from.
+    """Rotary embedding parameters, from whichever of their three places in config.json.
 
     `original_max_positions` is the context the model was trained with before it was stretched.
     `attention_factor` scales cos and sin (yarn, longrope); None means the kind's own formula. `rotated` is the share of
-    a head's channels, the first of them, that are rotated. Of longrope, each pair's frequency is divided by its factor
-    among `short_factors`, or, in contexts longer than the original, among `long_factors`, whatever the sequence's own
-    length: KV of one sequence must not change when another token comes. So `is_long` follows from the context served.
+    a head's channels that are rotated, from the first on. longrope divides each pair's frequency by its factor among
+    `short_factors`, or among `long_factors` if the served context is longer than the original (`is_long`). The length
+    of a sequence itself does not matter, because its KV must not change when a token is added.
     """
 
     kind: str = "default"
@@ -45,13 +45,13 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
     stretched_positions: int = 0
-    """Of yarn, what original_max_position_embeddings are stretched to; max_position_embeddings need not say so."""
+    """With yarn, what original_max_position_embeddings are stretched to; max_position_embeddings need not say so."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before), which wins over both.
+        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), which takes precedence.
 
-        Raises ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
+        Raises ConfigError for a kind that is not supported, or a field that is missing or of the wrong type.
         """
         parameters = fields.get("rope_parameters") or {}
         scaling = fields.get("rope_scaling") or parameters
@@ -59,23 +59,23 @@ class RopeConfig:
             raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
         merged = {"rope_theta": parameters.get("rope_theta", fields.get("rope_theta")), **scaling}
         kind = merged.get("rope_type", merged.get("type", "default"))
-        # Of Phi-3's first files; nothing else that is called yarn has factors.
+        # Phi-3's first files use these names; nothing else that is called yarn has factors.
         kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in merged) else kind
         if kind not in ROPE_KINDS:
             raise ConfigError(
                 f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
             )
         if kind == "dynamic":
-            # Stretched behind max_position_embeddings alone, and nothing is served there.
+            # It only stretches positions beyond max_position_embeddings, and none of these are served.
             kind = "default"
-        # Only a family that has it among its fields reads it at all.
+        # Only families that have it among their fields read it.
         partial = "partial_rotary_factor"
         rotated = get_float({**fields, **merged}, partial, 1.0) if partial in fields else 1.0
         if not 0.0 < rotated <= 1.0:
             raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
         if merged.get("llama_4_scaling_beta"):
             raise ConfigError("config.json: llama_4_scaling_beta is not supported; only queries scaled alike are")
-        # Where both say it, transformers goes by the model's.
+        # If both have it, transformers uses the model's.
         original = get_int(merged, "original_max_position_embeddings", 0)
         original = get_int(fields, "original_max_position_embeddings", original)
         if kind == "llama3" and not original:
@@ -108,12 +108,12 @@ class RopeConfig:
 
 
 def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
-    """How many channels of a head are rotated: the first ones."""
+    """Return how many channels of a head are rotated, from the first on."""
     return int(head_dim * rope.rotated)
 
 
 def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding, and that of layers with a window if it is another."""
+    """Return the rotary embedding, and that of layers with a window if it differs."""
     given, local_theta = fields.get("rope_parameters"), fields.get("rope_local_base_freq")
     if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
         if "rope_local_base_freq" not in fields:
@@ -130,7 +130,7 @@ def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfi
         return rope, None if local == rope else local
     if local_theta is None:
         return RopeConfig.from_fields(fields, max_positions), None
-    # Of families that have two a parameter counts where it is told whose it is.
+    # In families with two embeddings, a parameter only counts if it is clear which one it belongs to.
     rope = RopeConfig.from_fields({**fields, "rope_parameters": None}, max_positions)
     return rope, RopeConfig(theta=get_float(fields, "rope_local_base_freq"), original_max_positions=max_positions)
 
@@ -161,18 +161,18 @@ EXPERT_MODULES = {
     "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2"),
     "gpt-oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
-"""What comes first and last in an expert, by the form that checkpoints are in."""
+"""The first and the last matrix of an expert, by `ExpertsConfig.form`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The mixtures of experts that stand in place of the MLP in some layers.
+    """The mixtures of experts that replace the MLP in some layers.
 
-    A token's row goes through the `num_active` of `num_experts` gated MLPs of `size` channels that a router's softmax
-    holds likeliest; results count by that softmax, over the chosen ones alone if `normed`. With `shared_size` one more
-    gated MLP takes every row, and a sigmoid says how much it counts. `layers` are those that have experts. `form` says
-    how checkpoints spell them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit`
-    and `shift`: see kernels.expert_tiles.Gating.
+    A router's softmax chooses `num_active` of `num_experts` gated MLPs of `size` channels for each token's row and
+    weights their results; if `normed`, the weights are over the chosen experts only. With `shared_size`, one more gated
+    MLP takes every row, weighted by a sigmoid. `layers` are those that have experts. `form` says how checkpoints name
+    them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit` and `shift`: see
+    kernels.expert_tiles.Gating.
     """
 
     form: str
@@ -189,9 +189,9 @@ class ExpertsConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], form: str) -> ExpertsConfig:
-        """Read config.json. Raises ConfigError: a field that is missing, of the wrong type, or too large or small."""
+        """Read config.json. Raises ConfigError for a field that is missing, of the wrong type, or out of range."""
         num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
-        # The hub has the first name, transformers 5 writes the second.
+        # Files on the hub have the first name, transformers 5 writes the second.
         name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
         num_experts = get_int(fields, name, minimum=1)
         num_active = get_int(fields, "num_experts_per_tok", minimum=1)
@@ -223,7 +223,7 @@ class ExpertsConfig:
         )
 
     def num_weights(self, hidden_size: int) -> int:
-        """Elements of one layer's experts, of its router and of what every row goes through."""
+        """Return the elements of one layer's experts, of its router and of the shared expert."""
         shared = 3 * self.shared_size + 1 if self.shared_size else 0
         biases = self.num_experts * (2 * self.size + hidden_size + 1) if self.bias else 0
         return hidden_size * (self.num_experts * (3 * self.size + 1) + shared) + biases

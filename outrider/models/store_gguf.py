@@ -1,8 +1,8 @@
-"""From the GGUF file of the default model to a Hugging Face folder, without torch.
+"""Converts the GGUF file of the default model to a Hugging Face folder, without torch.
 
-The file is known by its checksum, so this reads what it holds: a Llama with tied embeddings and byte-level BPE. Weights
-become float32: a 4-bit weight is scale * q + offset with half-precision scale and offset, which neither float16 nor
-bfloat16 can hold exactly.
+The file is known by its checksum, so only what it holds is supported: a Llama with tied embeddings and byte-level BPE.
+Weights become float32: a 4-bit weight is scale * q + offset with half-precision scale and offset, which neither float16
+nor bfloat16 can hold exactly.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LAYER_NAMES = {
 CONTROL_TOKEN = 3
 """gguf.TokenType of the vocabulary entries that are matched in the text before any merge."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Special tokens by their roles in Hugging Face files, and GGUF's words for these."""
+"""Roles of special tokens in Hugging Face files, and GGUF's words for them."""
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `folder`.
 
-    `folder` exists and is empty. Progress is told in bytes of float32 weights, as the stage "converting".
+    `folder` exists and is empty. Progress is reported in bytes of float32 weights, as the stage "converting".
     """
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -71,15 +71,15 @@ def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
     path = folder / "model.safetensors"
     try:
         save_file(weights, path, {"format": "pt"})
-    except SafetensorError as error:  # a full disk's, too
+    except SafetensorError as error:  # also for a full disk
         raise OSError(str(error)) from error
-    # safetensors lets the owner alone read it, but a cache may be shared like any folder.
+    # safetensors lets only the owner read the file, but a cache may be shared like any folder.
     path.chmod(0o644)
     progress("converting", total, total)
 
 
 def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata `fields` as the dictionary of config.json."""
+    """Return the metadata `fields` as the dictionary of config.json."""
     hidden_size, num_heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -106,7 +106,7 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Return a tensor's Hugging Face name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     *block, part, _ = name.split(".")
     return f"model.layers.{block[1]}.{LAYER_NAMES[part]}.weight" if block else f"{GLOBAL_NAMES[part]}.weight"
 
@@ -123,7 +123,7 @@ def unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05 and not 9.999999747378752e-06."""
+    """Return the shortest decimal that is this float32: 1e-05 and not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -149,9 +149,9 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """The byte-level BPE of the GGUF metadata: vocabulary, merges, pre-tokenizer, decoder and special tokens."""
+    """Build the byte-level BPE of the GGUF metadata: vocabulary, merges, pre-tokenizer, decoder and special tokens."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    # The byte alphabet has no space, so the one in a merge parts its halves.
+    # The byte alphabet has no space, so the one in a merge separates its halves.
     merges = [(left, right) for left, right in (line.split(" ") for line in fields["tokenizer.ggml.merges"])]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

@@ -1,6 +1,6 @@
-"""Language models that transformers has: its modules and its loading, our attention, KV, products and norms.
+"""Language models through transformers: its modules and its loading, with our attention, KV, products and norms.
 
-transformers looks up attention by name; ours hands q, k and v to the plan of the forward under way. transformers is
+transformers looks up attention by name; ours passes q, k and v to the plan of the current forward. transformers is
 imported when a model needs it.
 """
 
@@ -44,7 +44,7 @@ from outrider.models.weights import Progress
 log = get_logger(__name__)
 
 _PART_KEYS = {r"^model\.language_model\.": "model."}
-"""Where the tensors of a text part are in the whole model, and where alone."""
+"""The prefix of a text part's tensors in the whole model, and in the text model alone."""
 
 
 class TransformersLM(LanguageModel):
@@ -60,9 +60,9 @@ class TransformersLM(LanguageModel):
         rotary: Rotary | None = None,
         rules: Sequence[LayerRules] = (),
     ) -> None:
-        """`base` and `rest` are a PreTrainedModel without head and without decoder, see `split_model`.
+        """`base` is the decoder of a PreTrainedModel, and `rest` is the model without it; see `split_model`.
 
-        `rotary` and `rules`, by layer, are for layers whose attention is ours, see `replace_attention`.
+        `rotary` and `rules`, by layer, are for layers whose attention is ours; see `replace_attention`.
         """
         self.config: TransformersConfig = config
         self.dtype = dtype
@@ -102,7 +102,7 @@ class TransformersLM(LanguageModel):
 
     @contextmanager
     def _constants(self) -> Iterator[None]:
-        """HostConstants for a forward on a GPU, unless the first one has shown that there are none: it takes time."""
+        """Use HostConstants in a forward on a GPU, unless the first one showed that there are none: it takes time."""
         if self.device.type != "cuda" or (self._was_run and not self._copies):
             yield
             return
@@ -112,7 +112,7 @@ class TransformersLM(LanguageModel):
 
 
 def _watch(layer: nn.Module, number: int, count: int) -> None:
-    """Note the residual stream as it enters a layer, and leaves the last of `count`, for forwards that want it."""
+    """Have a layer note the residual stream that enters it, or leaves the last of `count`, if a forward wants it."""
     run = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -130,12 +130,12 @@ def _watch(layer: nn.Module, number: int, count: int) -> None:
 
 
 def _rows(stream: Tensor) -> Tensor:
-    """[M, hidden] of a residual stream [1, M, hidden]; of several, as Gemma 3n has, the first is the active one."""
+    """Return [M, hidden] of a residual stream [1, M, hidden]; of several, as in Gemma 3n, the first is active."""
     return stream.flatten(0, -3)[0]
 
 
 def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:
-    """The list of `count` layers in a decoder."""
+    """Return the list of `count` layers in a decoder."""
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
@@ -145,9 +145,9 @@ def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:
 def load_transformers(
     folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> TransformersLM:
-    """Load a folder as transformers does; no code of the folder is run. Raises ConfigError.
+    """Load a model folder through transformers, without running code from it. Raises ConfigError.
 
-    On the meta device no weight is read.
+    On the meta device no weights are read.
     """
     survey = survey_model(folder)
     config = survey.config
@@ -171,7 +171,7 @@ def load_transformers(
 
 
 def _check_experts(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError where torch multiplies experts one by one, from sizes on the host, which no graph can hold."""
+    """Raise ConfigError if torch multiplies experts one by one, from sizes on the host, which no graph can hold."""
     if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (9, 0):
         raise ConfigError(
             f"--dtype: {name} has experts, which run through transformers on a GPU in bfloat16 alone, and from compute "
@@ -183,7 +183,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    # With accelerate tensors go to the device one by one, without it they are all on the host first.
+    # With accelerate, tensors go to the device one by one; without it, all are on the host first.
     direct = device.type != "cpu" and find_spec("accelerate") is not None
     try:
         model, told = auto.from_pretrained(
@@ -202,7 +202,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # transformers raises whatever its parts do
+    except Exception as error:  # transformers may raise anything
         raise ConfigError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
     for tensor, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(f"{folder}: tensor {tensor} has shape {list(stored)}, config.json calls for {list(wanted)}")

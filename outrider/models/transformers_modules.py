@@ -1,7 +1,7 @@
-"""Modules of transformers' models in the form that is fast here: our products, norms, MLPs and attention.
+"""Faster replacements for modules of transformers' models: our products, norms, MLPs and attention.
 
-Attention that is called in every layer goes to a forward's plan. What replaces a module is tried beside it on random
-rows, and stays away if it does not compute the same. It is no module itself: those cost two microseconds a call.
+The attention calls of all layers go to a forward's plan. A replacement is tried beside its module on random rows, and
+is not used if it computes something else. It is not a module itself, because calling one costs two microseconds.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that multiply the same rows: their matrices become one."""
 _ROWS = 3
 _MAX_CONSTANTS = 256
-"""What differs from forward to forward, and is none, must not pile up."""
+"""Most copies that are kept: values that differ from forward to forward must not pile up."""
 Replacement = Callable[[Tensor], Tensor]
-"""What stands in the place of a module: [..., in] to [..., out]."""
+"""What replaces a module: maps [..., in] to [..., out]."""
 ATTENTION = "outrider"
-"""Of our attention among those of transformers."""
+"""The name of our attention in transformers."""
 NOTED_ATTENTION = "outrider-noted"
-"""The same where transformers makes masks, for a model's attention to be looked at."""
+"""The name of the same attention with masks made by transformers, for looking at how a model attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What a layer asks of attention: the factor on scores, and what else is done to them."""
+    """The attention that a layer asks for: the factor on scores, and what else is done to them."""
 
     scaling: float
     window: int | None
@@ -48,7 +48,7 @@ class LayerCall:
     sinks: Tensor | None
 
     def rules(self, head_dim: int, rotary: Rotary | None = None) -> LayerRules:
-        """The same for a plan over heads of `head_dim`; `rotary`: if it is not the plan's."""
+        """Return the rules for a plan over heads of `head_dim`; `rotary` is given if it is not the plan's."""
         sinks = None if self.sinks is None else self.sinks.float()
         scores = ScoreRules(self.window or 0, self.softcap or 0.0, sinks)
         is_usual = abs(self.scaling * head_dim**0.5 - 1.0) < 1e-6
@@ -56,18 +56,21 @@ class LayerCall:
 
 
 class Attends(ABC):
-    """Whatever is behind the attention of a model's layers while it runs."""
+    """Handles the attention calls of a model's layers while it runs."""
 
     @abstractmethod
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """q [1, H, M, D], k and v [1, KVH, M, D], rotated, to [1, M, H, size of v]. `layer` is the calling module."""
+        """Attend with q [1, H, M, D] and k and v [1, KVH, M, D], rotated; return [1, M, H, size of v].
+
+        `layer` is the calling module.
+        """
 
     def window_of(self, mask: Tensor) -> int | None:
-        """How many positions a layer's mask lets a query see, None for all up to its own."""
+        """Return how many positions a layer's mask lets a query see; None for all up to its own."""
         raise NotImplementedError
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
-        """[M, H + 2 * KVH, D] before rotation, of layer `number`, to [M, H * D]."""
+        """Attend with heads [M, H + 2 * KVH, D] of layer `number`, before rotation; return [M, H * D]."""
         raise NotImplementedError
 
 
@@ -75,13 +78,13 @@ _ATTENDS: ContextVar[Attends] = ContextVar("attends")
 
 
 def under_way() -> Attends:
-    """What attends in this thread."""
+    """Return what handles attention in this thread."""
     return _ATTENDS.get()
 
 
 @contextmanager
 def attending(attends: Attends) -> Iterator[None]:
-    """Within, layers that this thread runs attend so."""
+    """Let `attends` handle the attention of layers that this thread runs within the block."""
     token = _ATTENDS.set(attends)
     try:
         yield
@@ -101,7 +104,7 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; a mask that it has says which window holds, and `sliding_window` where it has none."""
+    """Our attention as transformers calls it. A mask, if there is one, gives the window, else `sliding_window` does."""
     current = under_way()
     window = sliding_window if attention_mask is None else current.window_of(attention_mask)
     call = LayerCall(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
@@ -110,10 +113,10 @@ def attention(
 
 @dataclass
 class PlannedForward(Attends):
-    """A forward: attention by its plan, and the features that are wanted of it.
+    """A forward: attends by its plan, and collects the `wanted` features in `seen`.
 
-    `still` turns nothing: for heads that come rotated, if the plan turns those of other layers. `rules`, by layer, are
-    those of `attend_heads`, and windows for all.
+    `still` rotates nothing: it is for heads that are rotated already, if the plan rotates those of other layers.
+    `rules`, by layer, are those of `attend_heads`; their windows hold for `attend`, too.
     """
 
     plan: AttentionPlan
@@ -127,7 +130,7 @@ class PlannedForward(Attends):
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See Attends. A layer with fewer kv heads than others has each of them several times in the KV cache."""
-        # Made once a forward for all layers that ask for the same. Here there are no masks to tell windows.
+        # Made once per forward for all layers that ask for the same. Here there are no masks that show windows.
         call = replace(call, window=self.rules[layer.layer_idx].scores.window)
         rules = self._told.get(call)
         if rules is None:
@@ -139,7 +142,7 @@ class PlannedForward(Attends):
             parts[1:] = (part.repeat_interleave(copies, 1) for part in parts[1:])
         heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in parts], 1)
         attended = self.plan.attend(layer.layer_idx, heads, None, rules).view(1, q.shape[2], q.shape[1], size)
-        # Some families ask for a view of it.
+        # Some families take a view of the result.
         return attended if value_size == size else attended[..., :value_size].contiguous()
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ class PlannedForward(Attends):
 
 @dataclass
 class DenseForward(Attends):
-    """Attention of one text over itself, to try modules with. `positions` int64 [M]; `calls` by layer."""
+    """Attention of one text over itself, for trying modules. `positions` int64 [M]; `calls` by layer."""
 
     positions: Tensor
     num_heads: int
@@ -175,15 +178,15 @@ class DenseForward(Attends):
 
 
 class HostConstants(TorchFunctionMode):
-    """Keeps in `copies` what modules copy from the host to a GPU, and gives it to them while a CUDA graph is captured,
-    which can hold no such copy.
+    """Keeps in `copies` what modules copy from the host to a GPU, and supplies it while a CUDA graph is captured, since
+    a graph cannot hold such copies.
 
-    What they copy are numbers that they make anew in every forward, as Gemma 3n does its epsilon; the forward that runs
-    before each capture copies the same. A copy is found by what it was made of.
+    Modules copy numbers that they make again in every forward, such as the epsilon of Gemma 3n; the forward before each
+    capture copies the same ones. A copy is found by what it was made of.
     """
 
     def __init__(self, copies: dict[tuple[object, ...], Tensor], kind: str = "cuda") -> None:
-        """`kind`: of the device that is copied to."""
+        """`kind` is the type of the device that is copied to."""
         super().__init__()
         self._copies = copies
         self._kind = kind
@@ -196,7 +199,7 @@ class HostConstants(TorchFunctionMode):
         if func not in (torch.tensor, torch.Tensor.to) or (isinstance(given, Tensor) and given.device.type != "cpu"):
             return func(*args, **options)
         if not isinstance(given, Tensor):
-            # Not by their text: that of arrays and of lists of tensors is cut short and rounded.
+            # The text of a value is no key: that of arrays and of lists of tensors is cut short and rounded.
             given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
         numbers = given.flatten().contiguous().view(torch.uint8).numpy().tobytes()
         told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
@@ -210,17 +213,17 @@ class HostConstants(TorchFunctionMode):
 
 
 def _told(value: object) -> object:
-    """What a copy is told beside its numbers, as part of a key: of a tensor, as which to become, where it lies."""
+    """Return an argument of a copy as part of a key: for a tensor, which the result is to be like, device and dtype."""
     return (value.device, value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def replace_attention(
     base: nn.Module, names: Sequence[str], num_heads: int, calls: Sequence[LayerCall], head_dim: int
 ) -> Rotary | None:
-    """Replace attention modules of a loaded decoder, called `names` by layer, that do no more than ours.
+    """Replace those attention modules of a loaded decoder, called `names` by layer, that do no more than ours.
 
-    They rotate halves of whole heads by the decoder's one rotary embedding. Returns ours for that embedding, and None
-    where nothing was replaced.
+    Ours rotate halves of whole heads by the decoder's one rotary embedding. Returns our form of that embedding; None if
+    nothing was replaced.
     """
     embedding = getattr(base, "rotary_emb", None)
     rotary = _rotary(embedding, head_dim) if isinstance(embedding, nn.Module) else None
@@ -229,7 +232,7 @@ def replace_attention(
     count, positions = 0, torch.tensor([0, 3, 50], device=rotary.half_frequencies.device)
     for number, name in enumerate(names):
         module = base.get_submodule(name)
-        # Rows that a clip changes may not be among those that are compared.
+        # The rows that are compared may not include any that a clip changes.
         if calls[number].sinks is not None or getattr(getattr(module, "config", None), "clip_qkv", None):
             continue
         better = _attention(module, number, head_dim)
@@ -245,10 +248,10 @@ def replace_modules(model: Any) -> None:
     """Replace norms, gated MLPs and linear layers of a loaded PreTrainedModel."""
     head = model.get_output_embeddings()
     agree: dict[type[nn.Module], bool] = {}
-    # Parents come before their children, whose own children are left alone where they were replaced.
+    # Parents come before their children, so that a whole MLP is replaced before its linear layers.
     for parent in list(model.modules()):
         if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            continue  # it runs what are modules, and no other functions
+            continue  # it can run modules, but no other functions
         for name, child in list(parent.named_children()):
             kind = type(child)
             if not agree.get(kind, True):
@@ -261,7 +264,7 @@ def replace_modules(model: Any) -> None:
             if agree[kind]:
                 _put(parent, name, better)
         if "weight" in unwrap(type(parent).forward).__code__.co_names:
-            continue  # it looks at the weights of its children
+            continue  # it reads the weights of its children
         _fuse(parent)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -274,7 +277,7 @@ def _put(parent: nn.Module, name: str, better: Callable[..., Any]) -> None:
 
 
 def _linear(parts: list[nn.Linear]) -> Linear:
-    """One product for matrices of the same rows, one upon another."""
+    """Return one product for stacked matrices that multiply the same rows."""
     weights, biases = [part.weight.data for part in parts], [part.bias.data for part in parts if part.bias is not None]
     num_out = sum(part.out_features for part in parts)
     # Made without memory: the weights are there already.
@@ -287,7 +290,10 @@ def _linear(parts: list[nn.Linear]) -> Linear:
 
 
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
-    """Its children of these names, if they are linear layers that have biases all or none."""
+    """Return a module's children of these names if they are linear layers that can be fused; else None.
+
+    They must have the same input size, and biases all or none.
+    """
     found = [getattr(module, name, None) for name in names]
     linears = [child for child in found if type(child) is nn.Linear]
     if len(linears) < len(names) or len({(child.in_features, child.bias is None) for child in linears}) > 1:
@@ -296,13 +302,13 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
 
 
 def _product(linear: Linear, to_float32: bool = False) -> Replacement:
-    """Our product in the place of an nn.Linear."""
+    """Return our product as the replacement of an nn.Linear."""
     product: Replacement = linear.to_float32 if to_float32 else linear
     return lambda rows: product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
 
 class _FusedProduct(threading.local):
-    """The last input of fused products, and what came of it; forwards may run on several threads at a time."""
+    """The last input of a fused product, and its result, for each thread: forwards may run on several at a time."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -319,7 +325,7 @@ class _FusedPart:
         self._is_last = is_last
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         fused = self._fused
         product = fused.product
         if product is None or fused.rows is not rows:
@@ -344,7 +350,7 @@ def _fuse(parent: nn.Module) -> None:
 
 
 def _norm(module: nn.Module) -> Replacement | None:
-    """A root mean square norm in the place of what looks like one."""
+    """Return a root mean square norm as the replacement of a module that looks like one; None for any other."""
     weights = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if list(weights) != ["weight"] or weights["weight"].dim() != 1 or not isinstance(eps, float):
@@ -356,12 +362,12 @@ def _norm(module: nn.Module) -> Replacement | None:
 
 
 def _gated_mlp(module: nn.Module) -> Replacement | None:
-    """silu(gate) * up, then down, in the place of what looks like a gated MLP."""
+    """Return silu(gate) * up, then down, as the replacement of what looks like a gated MLP; None for any other."""
     inner, outer = _linears(module, ("gate_proj", "up_proj")), _linears(module, ("down_proj",))
     if inner is None or outer is None or not _has_children(module, {"gate_proj", "up_proj", "down_proj", "act_fn"}):
         return None
     act = getattr(module, "act_fn", None)
-    # Where gates are far from 0, what comes of another function differs by no more than bfloat16 rounds.
+    # Checked apart: if gates are far from 0, results of another function differ by no more than bfloat16 rounds.
     if act is not None and not _is_silu(act, inner[0].weight.device):
         return None
     gate_up, down = _linear(inner), _linear(outer)
@@ -369,14 +375,14 @@ def _gated_mlp(module: nn.Module) -> Replacement | None:
 
 
 def _attention(module: nn.Module, number: int, head_dim: int) -> Callable[..., tuple[Tensor, None]] | None:
-    """Attention in the place of what looks like it."""
+    """Return attention as the replacement of a module that looks like it; None for any other."""
     inner, outer = _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if inner is None or outer is None or not _has_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}):
         return None
     qkv, output = _linear(inner), _linear(outer)
 
     def attend(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[1, M, hidden] to the same shape; there are no attention weights to return."""
+        """Map [1, M, hidden] to the same shape; there are no attention weights to return."""
         rows = hidden_states.squeeze(0)
         heads = qkv(rows).view(rows.shape[0], -1, head_dim)
         return output(under_way().attend_heads(number, heads)).unsqueeze(0), None
@@ -388,57 +394,57 @@ def _is_silu(act: Callable[[Tensor], Tensor], device: torch.device) -> bool:
     numbers = torch.linspace(-4.0, 4.0, 65, device=device)
     try:
         return torch.allclose(act(numbers), silu(numbers), atol=1e-5)
-    except Exception:  # one with weights of its own, in bfloat16, takes no such numbers
+    except Exception:  # an activation with bfloat16 weights of its own does not take these numbers
         return False
 
 
 def _has_children(module: nn.Module, names: set[str]) -> bool:
-    """Whether it has no others, and no weights of its own."""
+    """Whether a module has only children of these names, and no weights of its own."""
     return {name for name, _ in module.named_children()} <= names and not list(module.parameters(recurse=False))
 
 
 def _attends_alike(
     module: nn.Module, other: Callable[..., tuple[Tensor, None]], embedding: nn.Module, forward: DenseForward
 ) -> bool:
-    """Whether two attentions make the same of random rows at the positions of a forward, which begins here."""
+    """Whether two attentions agree on random rows at the positions of `forward`, which must not have been used yet."""
     rows = _random_rows(module)
     angles = embedding(rows, forward.positions.unsqueeze(0))
     with attending(forward):
         try:
             found = module(hidden_states=rows, position_embeddings=angles, attention_mask=None)
-        except Exception:  # one that takes something else raises whatever it meets
+        except Exception:  # a module that takes something else may raise anything
             return False
         made = other(rows)
-    # Where scores are all but equal, or far apart, their rotation does not show in what comes of them.
+    # If scores are almost equal, or far apart, a wrong rotation shows in queries and keys, but not in the output.
     theirs, ours = (found[0], *forward.seen[:3]), (made[0], *forward.seen[3:])
     return len(found) == 2 and len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
 def _agree(module: nn.Module, other: Replacement) -> bool:
-    """Whether two modules make the same of random rows."""
-    # With a mean: without, what subtracts it is no further off than bfloat16 rounds.
+    """Whether two modules agree on random rows."""
+    # With a mean: without one, a norm that subtracts it would differ by no more than bfloat16 rounds.
     rows = _random_rows(module) + 1.0
     found = other(rows)
     try:
         return _close(found, module(rows))
-    except Exception:  # one that takes or returns something else raises whatever it meets
+    except Exception:  # a module that takes or returns something else may raise anything
         return False
 
 
 def _random_rows(module: nn.Module) -> Tensor:
-    """[1, 3, hidden] for a module whose first weight takes rows of that size."""
+    """Return rows [1, 3, hidden] for a module whose first weight takes rows of that size."""
     weight = next(module.parameters())
     return torch.randn(1, _ROWS, weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    """Up to rounding."""
+    """Whether both are equal up to rounding."""
     limit = 1e-4 if expected.dtype == torch.float32 else 3e-2
     return bool((found - expected).abs().max() <= limit * expected.abs().max())
 
 
 def _rotary(embedding: nn.Module, head_dim: int) -> Rotary | None:
-    """Ours for a rotary embedding of transformers that turns whole heads; None for one that does something else."""
+    """Return our form of a rotary embedding of transformers that rotates whole heads; None for any other."""
     frequencies, scale = getattr(embedding, "inv_freq", None), getattr(embedding, "attention_scaling", None)
     if not isinstance(frequencies, Tensor) or not isinstance(scale, float | int):
         return None

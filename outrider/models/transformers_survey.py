@@ -1,8 +1,8 @@
-"""What models of transformers are like: seen from forwards on the meta device, before any weight is read.
+"""Surveys models of transformers by forwards on the meta device, before any weight is read.
 
-A model is made without weights and split into its decoder and what turns hidden states to logits; a forward shows how
-its layers attend, another one, where transformers makes masks, which windows they have. What cannot run is refused by
-name. transformers is imported when a model needs it.
+A model is made without weights and split into its decoder and the rest, which turns hidden states into logits. One
+forward shows how its layers attend; another one, in which transformers makes masks, shows which windows they have. What
+cannot run is refused by name. transformers is imported when a model needs it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _POSITIONS = "max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig(ModelShape):
-    """A model of transformers from outside. `head_dim` is a power of two, behind which heads are zeros."""
+    """The shape of a model of transformers. `head_dim` is a power of two, to which heads are padded with zeros."""
 
     num_parameters: int
     calls_are_plain: bool
@@ -50,15 +50,15 @@ class TransformersConfig(ModelShape):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A model on the meta device, split, and what a forward there shows of it."""
+    """A model on the meta device, split in two, and what a forward there shows about it."""
 
     base: nn.Module
     rest: Any
     config: TransformersConfig
     attentions: list[str]
-    """Names of the modules in `base` that attend, by layer."""
+    """Names of the attention modules in `base`, by layer."""
     calls: list[LayerCall]
-    """What each asks for."""
+    """The attention that each of them asks for."""
     is_whole: bool
     """Whether heads are as many and as large as in the KV cache."""
     is_part: bool
@@ -66,12 +66,12 @@ class Survey:
 
     @property
     def rules(self) -> list[LayerRules]:
-        """What each asks for, of heads of the size that they have in the KV cache."""
+        """The attention that each layer asks for, with heads of the size in the KV cache."""
         return [call.rules(self.config.head_dim) for call in self.calls]
 
 
 def survey_model(folder: Path) -> Survey:
-    """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
+    """Survey a model without reading weights. Raises ConfigError, naming what cannot run."""
     fields, generation = read_configs(folder)
     name = (fields.get("architectures") or ["?"])[0]
     if fields.get("quantization_config"):
@@ -93,7 +93,7 @@ def survey_model(folder: Path) -> Survey:
     _check_modules(name, base)
     logits = _look(name, base, model, notes)
     _check_layers(name, base, notes, num_layers)
-    # Of some it is another name for a field of theirs.
+    # In some configurations this is an alias of another field.
     positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
     max_positions = get_int(positions, _POSITIONS, minimum=2)
     notes = _look_at_masks(name, base, model, max_positions)
@@ -127,7 +127,7 @@ def survey_model(folder: Path) -> Survey:
 
 
 class _Decoded:
-    """What a decoder returns, with its hidden states alone."""
+    """A decoder's output that has only hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -140,22 +140,22 @@ class _Decoded:
 
 
 class _Given(nn.Module):
-    """Stands for the decoder when hidden states are there already: what it is given as embeddings is its output."""
+    """Replaces the decoder when hidden states are there already: it returns what it gets as embeddings."""
 
     @property
     def decoder(self) -> _Given:
-        """Families that were once half of an encoder-decoder ask for it."""
+        """Itself, for families that were once half of an encoder-decoder."""
         return self
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Decoded:
-        """[1, R, hidden] as the last hidden state."""
+        """Return [1, R, hidden] as the last hidden state."""
         return _Decoded(inputs_embeds)
 
 
 def split_model(model: Any) -> nn.Module:
-    """Take the decoder out of a PreTrainedModel, which then turns hidden states to logits: scales and caps are its own.
+    """Take the decoder out of a PreTrainedModel, and return it. The base class of each model names its decoder.
 
-    In its base class a model of transformers names its decoder.
+    The model then turns hidden states into logits, with its own scales and caps.
     """
     base: nn.Module = model.base_model
     # It would look at token ids on the host.
@@ -165,7 +165,7 @@ def split_model(model: Any) -> nn.Module:
 
 
 def _empty(folder: Path, name: str, is_part: bool) -> Any:
-    """The model, or its text part, without weights, in a format for which every product has a shape rule.
+    """Make the model, or its text part, without weights, in a format for which every product has a shape rule.
 
     Raises ConfigError.
     """
@@ -182,7 +182,7 @@ def _empty(folder: Path, name: str, is_part: bool) -> Any:
         if is_part:
             config = _text_part(config)
         known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    except Exception as error:  # as above
+    except Exception as error:  # transformers may raise anything
         raise ConfigError(
             f"config.json: architecture {name!r} is not known to transformers {transformers.__version__}: "
             f"{first_line(error)}"
@@ -203,8 +203,8 @@ def _empty(folder: Path, name: str, is_part: bool) -> Any:
 
 
 def hold_rotary(model: Any) -> None:
-    """Leave rotary embeddings of the kind `dynamic` as they were made: those are plain up to max_position_embeddings,
-    and no more is served. They would look at the positions of each forward."""
+    """Keep rotary embeddings of the kind `dynamic` as they were made: plain up to max_position_embeddings, beyond which
+    nothing is served. Otherwise they would look at the positions of each forward."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -214,15 +214,15 @@ def hold_rotary(model: Any) -> None:
 
 
 def _text_part(config: Any) -> Any:
-    """The configuration of the language model in that of a larger one, which says whether its head is its embedding."""
+    """Return the language model's part of a larger configuration, which says whether its head is its embedding."""
     text = config.get_text_config()
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     return text
 
 
 def _check_modules(name: str, base: nn.Module) -> None:
-    """Raise ConfigError for what a forward would not show: a state beside the KV cache, and positions of its own."""
-    # They may stand beside attention in the same layer.
+    """Raise ConfigError for what a forward would not show: state beside the KV cache, and positions of its own."""
+    # Convolutions may stand beside attention in the same layer.
     if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
         why = "it has convolutions over tokens; state-space, recurrent and hybrid models are not run"
         raise _unsupported(name, why)
@@ -232,11 +232,13 @@ def _check_modules(name: str, base: nn.Module) -> None:
 
 
 def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
-    """Logits without values of a forward that `notes` are taken of; `is_masked`: told that all tokens are one text,
-    which a mask could not do without from positions without values. Raises ConfigError.
+    """Run a forward that `notes` are taken of, and return its logits, which have no values. Raises ConfigError.
+
+    `is_masked`: say by an attention mask that all tokens are one text. Otherwise transformers would derive this from
+    positions when it makes masks, and these have no values.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=META)
-    # With values, which some look at.
+    # It has values, because some models look at them.
     mask = {"attention_mask": torch.ones(1, 2, dtype=torch.int64)} if is_masked else {}
     try:
         with attending(notes), torch.inference_mode():
@@ -251,7 +253,7 @@ def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool
 
 
 def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
-    """Raise ConfigError for layers that attend otherwise than here, and for a model that is told no positions."""
+    """Raise ConfigError for layers that attend in other ways than ours, and for a model that takes no positions."""
     if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
         raise _unsupported(
             name,
@@ -273,7 +275,7 @@ def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) ->
 
 
 def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
-    """Notes of a forward where transformers makes masks, which tell windows. Raises ConfigError for other masks."""
+    """Return notes of a forward with transformers' masks, which show windows. Raises ConfigError for other masks."""
     notes = _Notes(max_positions)
     model.set_attn_implementation(NOTED_ATTENTION)
     _look(name, base, model, notes, is_masked=True)
@@ -285,7 +287,7 @@ def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -
 
 
 class _Notes(Attends):
-    """Takes note of how layers call attention; what it returns has no values."""
+    """Notes how layers call attention; the tensors that it returns have no values."""
 
     def __init__(self, max_positions: int = 0) -> None:
         self.modules: dict[Any, nn.Module] = {}
@@ -295,13 +297,13 @@ class _Notes(Attends):
         self.count = 0
         self.is_causal = True
         self.has_own_mask = False
-        """Whether a layer masks by something else than a window."""
+        """Whether a layer masks by something other than a window."""
         self._max_positions = max_positions
         self._masks: list[tuple[Tensor, int | None]] = []
-        """Each that was made, and its window."""
+        """Each mask that was made, and its window."""
 
     def mask(self, mask_function: Callable[..., Tensor], q_length: int, kv_length: int) -> Tensor:
-        """bool [1, 1, q_length, kv_length], without values: stands for a mask among those that layers get."""
+        """Return bool [1, 1, q_length, kv_length] without values, which stands for a mask when layers get it."""
         mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=META)
         self._masks.append((mask, _window(mask_function, self._max_positions)))
         return mask
@@ -322,14 +324,14 @@ class _Notes(Attends):
 
 
 def _is_same(mask: Tensor, made: Tensor) -> bool:
-    """Whether one is the other, or a view of all of it: some families leave rows out, here none."""
+    """Whether `mask` is `made` or a view of all of it: some families take a slice of rows, here of all."""
     return mask.shape == made.shape and mask.untyped_storage() is made.untyped_storage()
 
 
 def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | None:
-    """How many positions, itself the last, a query sees by a mask function of transformers: 0 for all before it.
+    """Return how many positions, up to its own, a query sees by a mask function of transformers; 0 for all of them.
 
-    None: it is no window.
+    Returns None if the mask is not a window.
     """
     keys, zero = torch.arange(max_positions), torch.tensor(0)
     size = 0
@@ -342,7 +344,7 @@ def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | N
 
 
 def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any) -> Tensor:
-    """What transformers calls for a mask of `NOTED_ATTENTION`."""
+    """The function that transformers calls for masks of `NOTED_ATTENTION`."""
     notes = under_way()
     if not isinstance(notes, _Notes):
         raise TypeError("masks are made for a model that is looked at alone")
@@ -354,6 +356,6 @@ def _unsupported(name: str, why: str) -> ConfigError:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line, without the list of all that could be wrong."""
+    """Return an error's message in one line, without the list of everything that could be wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder, read and written."""
+"""Reads and writes the safetensors files of a model folder."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, under its name there."""
+    """A tensor in a file; `name` is its name there."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Files that were opened for this tensor, or others that share this: opening one reads what it says of all."""
+    """Open files, shared between the tensors of a checkpoint: opening a file reads its description of all tensors."""
 
     def read(self, spans: Sequence[Sequence[tuple[int, int]]] = ()) -> Tensor:
-        """The tensor on the CPU, in its own dtype; of each dimension only the `spans`, one behind another, if given.
+        """Return the tensor on the CPU, in its own dtype; only the `spans` of each dimension, joined, if given.
 
-        Raises ConfigError where the file cannot be read.
+        Raises ConfigError if the file cannot be read.
         """
         try:
             if self.path not in self.opened:
@@ -58,9 +58,9 @@ def _join(stored: Any, spans: Sequence[Sequence[tuple[int, int]]], index: tuple[
 
 
 def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
-    """All tensors that `rename` names. Files that are read stay mapped while any of them lives.
+    """Return all tensors that `rename` gives a name. Files that were read stay mapped while any of these tensors lives.
 
-    Raises ConfigError: the folder has no safetensors, or two tensors of one name.
+    Raises ConfigError if the folder has no safetensors, or two tensors of one name.
     """
     found: dict[str, StoredTensor] = {}
     opened: dict[Path, Any] = {}
@@ -70,7 +70,7 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
             if ours is None:
                 continue
             if ours in found:
-                # Of a tensor in two shards the index tells which one counts.
+                # If a tensor is in two shards, the index tells which one counts.
                 counts = indexed_files(folder).get(name)
                 if counts not in (path.name, found[ours].path.name) or path == found[ours].path:
                     raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
@@ -85,12 +85,12 @@ def check_tensors(
 ) -> None:
     """Compare names and shapes; `config` is what messages call the file that `expected` follows from.
 
-    Raises ConfigError: names file, tensor and both shapes.
+    Raises ConfigError, naming file, tensor and both shapes.
     """
     for name, tensor in stored.items():
         if name not in expected:
             raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; {config} does not call for it")
-        # A scalar is written as one of no dimension by some, of one by others.
+        # Some write a scalar with no dimension, others with one.
         if (tensor.shape or (1,)) != tuple(expected[name].shape):
             raise ConfigError(
                 f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, {config} calls for "
@@ -104,7 +104,7 @@ def check_tensors(
 
 
 def fill(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Progress | None) -> None:
-    """Copy what `read` gives for each name into `targets`; `progress(done_bytes, total_bytes)` counts those of targets.
+    """Copy what `read` returns for each name into `targets`; `progress(done_bytes, total_bytes)` counts their bytes.
 
     `progress` is called from this thread.
     """
@@ -118,7 +118,7 @@ def fill(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], progress:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors; file permissions follow the umask. Raises OSError where the disk does."""
+    """Write contiguous CPU tensors; file permissions follow the umask. Raises OSError."""
     try:
         save_file(dict(tensors), path, {"format": "pt"})
     except SafetensorError as error:
@@ -132,10 +132,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int, progress: Callable[[int], None]
 ) -> int:
-    """Write named tensors as they come, a new file wherever the next would make it larger than `max_bytes`.
+    """Write named tensors as they come, to a new file whenever the next one would make it larger than `max_bytes`.
 
-    They may be on any device; one file's are in memory at a time. `progress` is called with the bytes that came so far.
-    Returns all bytes. Raises OSError where the disk does.
+    Tensors may be on any device; those of one file are in memory at a time. `progress` is called with the bytes so far.
+    Returns the total bytes. Raises OSError.
     """
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What every draft model offers to what drafts with it, and what all heads on a target's features share."""
+"""The interface of all draft models, and the base of heads on a target's features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DraftModel(ABC):
     """A model that guesses the target's tokens, with or without its features. Callers are in inference mode."""
 
     tokenizer_hash: str = ""
-    """SHA-256 of its own tokenizer.json, hexadecimal; empty for a head without one."""
+    """Hash of its tokenizer, or of its target's if it has none, by `hash_token_ids`; empty if neither is known."""
     hidden_size: int = 0
     """Width of the target's hidden state; 0 for a model without features."""
     feature_layers: tuple[int, ...] = ()
@@ -34,42 +34,42 @@ class DraftModel(ABC):
     feature_size: int = 0
     """Width of a feature as `forward` takes it, after `project`; 0 without features."""
     state_size: int = 0
-    """Width of what a node leaves to its children, where that is not a feature; see BlockHead."""
+    """Width of what a node leaves to its children, if that is not a feature; see BlockHead."""
     block_bytes: int = 0
-    """Memory of what the block of one request says; 0 for a model without blocks."""
+    """Memory for the block of one request; 0 for a model without blocks."""
     num_scratch: int = 0
-    """KV slots beside a request's tree that a forward fills for itself."""
+    """KV slots beside a request's tree that a forward uses as scratch."""
     edge_scale = PLAIN_SCALE
-    """How its candidates are scored."""
+    """How candidates are scored."""
     window: ContextWindow = ALL_SEEN
-    """What it is shown of long contexts."""
+    """The part of long contexts that the model sees."""
     exchange: Exchange | None = None
-    """Among ranks of which each has its part of the weights, and KV of its heads."""
+    """Between ranks that each have their part of the weights, and the KV of their heads."""
 
     def __init__(
         self, shape: ModelShape, num_ids: int, target_ids: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Without features. `target_ids` int32 are those of its output matrix's rows; None for `num_ids` rows."""
+        """Sets no features. `target_ids`, int32, are the ids of the output matrix's rows; None for `num_ids` rows."""
         self.dtype, self.device = dtype, device
         self.num_layers, self.head_dim = shape.num_layers, shape.head_dim
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
         self.max_positions = shape.max_positions
-        """Longest sequence that it serves."""
+        """Longest sequence that the model serves."""
         self.vocab_size = num_ids if target_ids is None else target_ids.numel()
         """Columns of `logits`: ids of the draft vocabulary."""
         self.target_vocab_size = shape.vocab_size
-        """Ids of the target's vocabulary that it knows as input."""
+        """Ids of the target's vocabulary that the model knows as input."""
         self.target_ids = target_ids
-        """int32 [vocab_size], the target's id of each draft id; None where they are the same."""
+        """int32 [vocab_size], the target's id of each draft id; None if they are the same."""
 
     @abstractmethod
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
-        """Run M tokens; writes their k and v.
+        """Run M tokens, and write their k and v.
 
-        `features` [M, feature_size]: of the position before each token, the target's own (projected) or the second
-        value that this method returned for the token's parent.
+        `features` [M, feature_size] are those of the position before each token: either the target's own (projected),
+        or the second value that this method returned for the token's parent.
 
         Returns:
             rows for `logits` [M, any], and features [M, feature_size] for the tokens' children (None without features).
@@ -77,36 +77,36 @@ class DraftModel(ABC):
 
     @abstractmethod
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [R, vocab_size]."""
+        """Return float32 [R, vocab_size]."""
 
     def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
-        """On a CPU what `forward` and `logits` do, features of and for `links` and the search for candidates included,
-        in one function; None where there is none for the model or the batch."""
+        """On a CPU, do what `forward` and `logits` do in one function, which also takes and leaves features by `links`
+        and searches for candidates. Returns None if there is no such function for the model or the batch."""
         return None
 
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
-        """Compute KV of M context tokens; `slots` [M] are those that `batch` says, negative for padding."""
+        """Compute KV of M context tokens; `slots` [M] are those of `batch`, negative for padding."""
         self.forward(batch, features, kv, attention)
 
     def project(self, features: Tensor) -> Tensor:
-        """Target features [N, len(feature_layers) * hidden_size] to [N, feature_size]."""
+        """Map target features [N, len(feature_layers) * hidden_size] to [N, feature_size]."""
         return features
 
     def projection(self) -> Tensor | None:
-        """The matrix [feature_size, len(feature_layers) * hidden_size] that `project` multiplies raw features with.
+        """Return the matrix [feature_size, len(feature_layers) * hidden_size] that `project` multiplies features with.
 
-        None where there is none, or where what comes before the product is not linear.
+        None if there is none, or if features pass something before it, such as a norm.
         """
         return None
 
     def finish_product(self, product: Tensor) -> Tensor:
-        """What `project` gives, from features that were multiplied with `projection` elsewhere [N, feature_size]."""
+        """Return what `project` would, from features [N, feature_size] multiplied with `projection` elsewhere."""
         return product
 
     def new_kv(self, num_slots: int) -> KVCache:
-        """A cache of the model's shape, dtype and device."""
+        """Return a cache of the model's shape, dtype and device."""
         return KVCache(self.num_layers, num_slots, self.num_kv_heads, self.head_dim, self.dtype, self.device)
 
 
@@ -114,8 +114,8 @@ class DraftHead(DraftModel):
     """An embedding, decoder layers and an output matrix; built empty, as `CausalLM` is.
 
     Subclasses append to `layers`, and make all else by `norm` and `linear`. `_reducer` is the layer that raw features
-    go through first, where there is one. `target_ids` None or int32 [num_ids] says which ids the output matrix has rows
-    for.
+    go through first, if there is one. `target_ids`, None or int32 [num_ids], are the ids that the output matrix has
+    rows for.
     """
 
     edge_scale = HEAD_SCALE
@@ -141,13 +141,13 @@ class DraftHead(DraftModel):
         self.stack = LayerStack(self.layers, decoder, self.rotary)
 
     def join(self, exchange: Exchange) -> None:
-        """Compute as one of several ranks; before `finish_loading`. `config` is what `cut_head` makes for so many."""
+        """Compute as one of several ranks, with `config` as `cut_head` makes it; call before `finish_loading`."""
         self.exchange = exchange
         for layer in self.layers:
             layer.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint belongs, by its name as `head_name` gives it."""
+        """Return the tensors to fill by their names in the checkpoint, as `head_name` gives them."""
         found: dict[str, Tensor] = {EMBEDDING: self.embedding}
         found |= {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
         for name, linear in self._linears.items():
@@ -157,9 +157,9 @@ class DraftHead(DraftModel):
         return found
 
     def finish_loading(self) -> None:
-        """Called once when all tensors are filled, to choose memory layouts."""
+        """Choose memory layouts. Called once when all tensors are filled."""
         if self._reducer is not None:
-            # Before packing, which on a CPU lays it out anew.
+            # Before packing, which changes its layout on a CPU.
             self._projection = self._reducer.weight
         for linear in self._linears.values():
             linear.pack()
@@ -187,31 +187,31 @@ class DraftHead(DraftModel):
         return product if self._reducer is None or self._reducer.bias is None else product + self._reducer.bias
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[M, hidden] for ids [M] of the target's vocabulary."""
+        """Return [M, hidden] for ids [M] of the target's vocabulary."""
         return functional.embedding(token_ids, self.embedding)
 
     def norm(self, name: str, size: int) -> RMSNorm:
-        """An empty norm with the decoder's epsilon; `name` is its name in checkpoints."""
+        """Make an empty norm with the decoder's epsilon; `name` is its name in checkpoints."""
         made = RMSNorm((size,), self.config.decoder.rms_norm_eps, self.dtype, self.device)
         self._norms[name] = made
         return made
 
     def linear(self, name: str, in_features: int, bias: bool = False) -> Linear:
-        """An empty projection to the decoder's hidden size, likewise."""
+        """Make an empty projection to the decoder's hidden size; `name` is its name in checkpoints."""
         made = Linear(in_features, self.config.decoder.hidden_size, bias, self.dtype, self.device)
         self._linears[name] = made
         return made
 
 
 def required(features: Tensor | None) -> Tensor:
-    """The features. Raises ValueError where there are none."""
+    """Return the features. Raises ValueError if there are none."""
     if features is None:
         raise ValueError("a head needs features")
     return features
 
 
 def offered_projection(model: DraftModel) -> Projection | None:
-    """The model's projection on the host, if it makes features smaller and is of a shape and size that verify takes."""
+    """Return the model's projection on the host if it makes features smaller and verify takes its shape; else None."""
     matrix = model.projection()
     if matrix is None:
         return None

@@ -1,4 +1,4 @@
-"""What a draft head's config.json and tensor names say. Torch-free."""
+"""The configuration of draft heads, from their config.json and tensor names. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MAX_BLOCK_SIZE = 64
 MIN_SINKS = 16
 _MOST_PADDING = 1024
-"""Tokens by which vocabularies of one tokenizer differ at most, since matrices are padded (Qwen2.5: by 128)."""
+"""Most tokens by which vocabularies of one tokenizer differ, because matrices are padded (Qwen2.5: by 128)."""
 LEAST_SAVED_BYTES = 64 << 20
-"""Weights that a rank must have to read less in a step: they take an H100 21 us, and what a cut adds to a step of 32
-nodes, two sums and the joining of 32,000 logits, 4 us each and about 12."""
+"""A head is cut only if each rank reads at least this much less of its weights in a step. Reading that takes an H100
+21 us; a cut adds two sums of 4 us each, and the joining of 32,000 logits in about 12 us, to a step of 32 nodes."""
 
 
 class ContextWindow(NamedTuple):
-    """What a head is shown of a context much longer than `size` tokens; see drafting.model.context."""
+    """The part of a context much longer than `size` tokens that a head sees; see drafting.model.context."""
 
     size: int = 0
-    """Last tokens; 0 for all of any context."""
+    """The last tokens; 0 for all of any context."""
     sinks: int = MIN_SINKS
-    """First tokens, right before those; whole pages."""
+    """The first tokens, which come right before the last ones; whole pages."""
 
 
 ALL_SEEN = ContextWindow()
@@ -42,10 +42,10 @@ ALL_SEEN = ContextWindow()
 class HeadConfig:
     """A head on a target's features.
 
-    `decoder` describes its own layers; its vocabulary is the target's. `feature_layers` are numbered as in
-    `DraftModel`. Of the flags of EAGLE-3 heads, `projects` says whether features pass `fc`, `norm_each` (`fc_norm` in
-    files) and `norm_all` (`norm_before_fc`) what is normed before it, `norm_before_residual` whether the residual
-    stream starts at the normed feature, and `norm_output` whether children take the normed output.
+    `decoder` describes the head's own layers; its vocabulary is the target's. `feature_layers` are numbered as in
+    `DraftModel`. EAGLE-3 heads have flags: `projects` says whether features pass `fc`, `norm_each` (`fc_norm` in files)
+    and `norm_all` (`norm_before_fc`) what is normed before `fc`, `norm_before_residual` whether the residual stream
+    starts at the normed feature, and `norm_output` whether children take the normed output.
     """
 
     decoder: ModelConfig
@@ -59,17 +59,17 @@ class HeadConfig:
     norm_before_residual: bool = False
     norm_output: bool = False
     block: BlockConfig | None = None
-    """Of a head that guesses a block of tokens in one forward."""
+    """For a head that guesses a block of tokens in one forward."""
     window: ContextWindow = ALL_SEEN
     num_ranks: int = 1
-    """Of which each has what `decoder` describes, and its rows of the output matrix."""
+    """Number of ranks; each has what `decoder` describes, and its rows of the output matrix."""
 
     def output_rows(self, vocab_size: int) -> int:
-        """Rows of the output matrix that a rank has, of as many as the head guesses tokens."""
+        """Return the rows of the output matrix that a rank has if the head guesses `vocab_size` tokens."""
         return vocab_size if vocab_size % self.num_ranks else vocab_size // self.num_ranks
 
     def block_bytes(self, item_bytes: int) -> int:
-        """Memory of what the block of one request says, rows of `item_bytes` a number and float32 logits; 0 without."""
+        """Return the bytes of a request's block: rows with `item_bytes` a number, float32 logits; 0 without a block."""
         if self.block is None:
             return 0
         return self.block.num_guesses * (self.decoder.hidden_size * item_bytes + self.draft_vocab_size * 4)
@@ -82,11 +82,11 @@ class BlockConfig:
     Attributes:
         size: places of the block: the root's token, then masks.
         mask_token: the id that stands for what is to be guessed.
-        from_root: whether the root's own place guesses the token after it, and each mask the one after its own; else
-            each mask guesses its own token, and the root's place nothing.
-        markov_rank: width of what the token before adds to the logits of a place; 0 for nothing.
+        from_root: whether each place, the root's included, guesses the token after its own; else each mask guesses its
+            own token, and the root's place guesses nothing.
+        markov_rank: width of what the previous token adds to the logits of a place; 0 if it adds nothing.
         markov_kind: one of MARKOV_KINDS.
-        window: the checkpoint's own: of the context, the last positions that a block sees; 0 for all.
+        window: the checkpoint's own window, the last positions of the context that a block sees; 0 for all.
     """
 
     size: int
@@ -105,11 +105,11 @@ class BlockConfig:
 def eagle3_config(
     fields: Mapping[str, Any], names: Collection[str], target_layers: int | None, target_hidden: int | None = None
 ) -> HeadConfig:
-    """An EAGLE-3 head from its config.json and the names of its tensors, as `head_name` gives them.
+    """Return an EAGLE-3 head's configuration from its config.json and its tensors' names, as `head_name` gives them.
 
-    `target_layers` and `target_hidden` are the target's, None where it is not known.
+    `target_layers` and `target_hidden` are the target's, None if unknown.
 
-    Raises ConfigError: names the field or option at fault.
+    Raises ConfigError, naming the field or option at fault.
     """
     eagle = get_object(fields, "eagle_config")
     # Speculators' checkpoints keep the decoder's fields in an object of their own.
@@ -151,7 +151,7 @@ def eagle3_config(
 
 
 def check_unquantized(names: Collection[str]) -> None:
-    """Raises ConfigError: a head with tensors of these `names` is quantized."""
+    """Raise ConfigError if a head with tensors of these `names` is quantized."""
     quantized = next((name for name in names if name.endswith(QUANTIZED_NAMES)), None)
     if quantized is not None:
         raise ConfigError(
@@ -163,7 +163,7 @@ def check_unquantized(names: Collection[str]) -> None:
 def eagle_config(
     fields: Mapping[str, Any], names: Collection[str], target_layers: int, target_hidden: int
 ) -> HeadConfig:
-    """An EAGLE-1 or EAGLE-2 head, likewise."""
+    """Return an EAGLE-1 or EAGLE-2 head's configuration, like `eagle3_config`."""
     decoder = _decoder(fields, names)
     _check_target_hidden(decoder.hidden_size, target_hidden)
     return HeadConfig(
@@ -178,12 +178,12 @@ def eagle_config(
 def mtp_config(
     target: ModelConfig, names: Collection[str], target_layers: int | None = None, target_hidden: int | None = None
 ) -> HeadConfig:
-    """The head in a checkpoint with tensors of these `names`, as `mtp_name` gives them.
+    """Return the configuration of the MTP head in a checkpoint with tensors of these `names`, as `mtp_name` gives them.
 
-    It is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint may
-    hold the head alone, beside the target's config.json.
+    The head is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint
+    may hold the head alone, beside the target's config.json.
 
-    Raises ConfigError: the checkpoint holds no head.
+    Raises ConfigError if the checkpoint holds no head.
     """
     if target.architecture != "MiMoForCausalLM" and "input_proj.weight" not in names:
         raise ConfigError(
@@ -204,10 +204,10 @@ def mtp_config(
 def block_config(
     fields: Mapping[str, Any], names: Collection[str], target_layers: int | None, target_hidden: int | None = None
 ) -> HeadConfig:
-    """A DFLASH or DSPARK head, likewise: in the layouts of z-lab, of DeepSpec, and of vLLM's speculators.
+    """Return a DFLASH or DSPARK head's configuration, like `eagle3_config`.
 
-    z-lab's fields are in `dflash_config`, DeepSpec's beside the others; both number feature layers by their outputs.
-    Speculators' ids name what enters.
+    Heads may be in the layouts of z-lab, DeepSpec and vLLM's speculators. z-lab's fields are in `dflash_config`,
+    DeepSpec's beside the others; both number feature layers by their outputs. Speculators' ids name what enters layers.
     """
     own = get_object(fields, "dflash_config")
     flat = {**fields, **get_object(fields, "transformer_layer_config"), **own}
@@ -229,7 +229,7 @@ def block_config(
     kind = str(flat.get("markov_head_type") or MARKOV_KINDS[0]).lower()
     if has_markov and kind not in MARKOV_KINDS:
         raise ConfigError(f"config.json: markov_head_type {kind!r} is not supported; it must be one of {MARKOV_KINDS}")
-    # z-lab's blocks guess the masks' own tokens; DeepSpec's say nothing, and guess what comes next.
+    # z-lab's blocks guess the masks' own tokens; DeepSpec's files say nothing, and its blocks guess the next tokens.
     from_root = speculators == "dspark" if speculators else not own
     block = BlockConfig(
         size=get_int(flat, "block_size", minimum=2),
@@ -251,7 +251,7 @@ def block_config(
 
 
 def _window(fields: Mapping[str, Any], num_layers: int) -> int:
-    """Positions that every layer sees; 0 for all."""
+    """Return how many positions every layer sees; 0 for all."""
     kinds = fields.get("layer_types") or ["full_attention"] * num_layers
     if kinds == ["full_attention"] * num_layers:
         return 0
@@ -264,7 +264,7 @@ def _window(fields: Mapping[str, Any], num_layers: int) -> int:
 
 
 def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
-    """The head's layers as those of a Llama; which biases and norms there are is told by their tensors."""
+    """Return the head's layers as those of a Llama; tensor names show which biases and norms there are."""
     windows = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
     ignored = ("eos_token_id", "bos_token_id", "attention_bias", "mlp_bias", *windows)
     plain = {name: value for name, value in fields.items() if name not in ignored}
@@ -279,9 +279,9 @@ def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
 
 
 def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
-    """Layers whose entering residual stream the head takes.
+    """Return the layers whose entering residual stream the head takes.
 
-    Ids in `eagle_config` name layers by their outputs, which enter the layer after; ids beside it name what enters.
+    Ids in `eagle_config` name layers by their outputs, which enter the next layer; ids beside it name what enters.
     """
     if eagle.get(LAYER_IDS):
         layers = tuple(number + 1 for number in _ids(eagle, LAYER_IDS, minimum=-1))
@@ -319,7 +319,7 @@ def _check_target_hidden(head: int, target: int | None) -> None:
 
 
 def check_vocabulary(head: HeadConfig, target: int | None) -> None:
-    """Raise ConfigError for a head whose vocabulary differs by more than padding from the target's; None: not known."""
+    """Raise ConfigError if a head's vocabulary differs by more than padding from the `target`'s, if that is known."""
     own = head.decoder.vocab_size
     if target is not None and abs(own - target) > _MOST_PADDING:
         raise ConfigError(
@@ -328,10 +328,10 @@ def check_vocabulary(head: HeadConfig, target: int | None) -> None:
 
 
 def cut_head(head: HeadConfig, world: int, item_bytes: int) -> HeadConfig | None:
-    """What one of `world` ranks has of a head with numbers of `item_bytes`; None for a head that rank 0 has alone.
+    """Return what one of `world` ranks has of a head, with `item_bytes` a number; None if rank 0 has the whole head.
 
-    Alone it has what does not divide, what is faster on one, blocks, of which a round has one forward, and a head whose
-    residual stream is not as wide as the target's, which is what ranks exchange.
+    A head is not cut if it cannot be divided or is faster on one rank, if it guesses blocks, because a round has one
+    forward of them, or if its residual stream is not as wide as the target's, because that is what ranks exchange.
     """
     if head.block is not None or head.decoder.hidden_size != head.target_hidden_size:
         return None
@@ -343,7 +343,7 @@ def cut_head(head: HeadConfig, world: int, item_bytes: int) -> HeadConfig | None
 
 
 def _cut_elements(head: HeadConfig) -> int:
-    """Elements of the matrices that a cut divides."""
+    """Return the elements of the matrices that a cut divides."""
     decoder = head.decoder
     heads = 2 * decoder.num_heads + 2 * decoder.num_kv_heads
     layer = heads * decoder.head_dim + 3 * decoder.intermediate_size

@@ -25,8 +25,8 @@ class EagleHead(DraftHead):
     """EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858).
 
     A head extrapolates the target's hidden state after its final norm: fc of embedding and feature, side by side, then
-    decoder layers of which the first has no norm before its attention. The result is the feature of the child, and the
-    target's output matrix turns it to logits as it is.
+    decoder layers, the first without a norm before its attention. The result is the child's feature, and the target's
+    output matrix turns it into logits as it is.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Eagle3Head(DraftHead):
         if not self.feature_norms and self.joint_norm is None:
             self._reducer = self.fc
         self._step: HeadStep | None = None
-        # The first layer's own input norm is the embedding's.
+        # The first layer's input norm in checkpoints is for the embedding.
         self.token_norm = self.norm("layers.0.input_layernorm", hidden)
         self.hidden_norm = self.norm("layers.0.hidden_norm", hidden)
         self.final_norm = self.norm("norm", hidden)
@@ -125,9 +125,9 @@ class Eagle3Head(DraftHead):
 class MtpHead(DraftHead):
     """The multi-token prediction head of MiMo checkpoints: one decoder layer on the target's last hidden state.
 
-    It takes that state after the target's final norm, and the embedding of the token after it; both are normed and
-    projected side by side, the state first. Its output after a norm of its own goes to the target's output matrix and,
-    as feature, to the child.
+    The head takes that state after the target's final norm, and the embedding of the token after it; both are normed
+    and projected side by side, the state first. The head's output, after a norm of its own, goes to the target's output
+    matrix and, as feature, to the child.
     """
 
     def __init__(
@@ -155,22 +155,22 @@ class MtpHead(DraftHead):
 
 
 NOWHERE = -(1 << 30)
-"""Position of a root that there is not: everything lies behind its block."""
+"""A position that stands for no root: everything lies behind its block."""
 
 
 class BlockHead(DraftHead):
-    """DFLASH (arXiv 2602.06036), and DSPARK, which adds what a token does to the next one's chances.
+    """DFLASH (arXiv 2602.06036), and DSPARK, which adds how a token changes the chances of the next one.
 
-    A block of places lies behind the committed text, of which the first holds the root's token and the others a mask.
+    A block of places follows the committed text; the first place holds the root's token, the others a mask.
 
-    context   keys and values are products of the target's normed features alone, so that no forward is needed for them
+    context   keys and values are products of only the target's normed features, so that they need no forward
     block     attends to the context and, in both directions, to itself; one forward for all its places, and one product
               for their logits
     node      takes its place's logits and, with DSPARK, adds markov_w2's product with `markov_rank` values that follow
               from the node's own token
 
-    So a node below the root costs no forward and no product with the output matrix. Behind its block no guesses are
-    made.
+    So a node below the root costs no forward and no product with the output matrix. No guesses are made behind the
+    block.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class BlockHead(DraftHead):
         return found
 
     def finish_loading(self) -> None:
-        """See DraftHead. Keys and values of all layers' contexts become one product."""
+        """See DraftHead. The products for keys and values of all layers' contexts become one."""
         attentions = [layer.attention for layer in self.layers]
         self._injection.weight.copy_(torch.cat([one.qkv.weight[one.q_size :] for one in attentions]))
         biases = [one.qkv.bias[one.q_size :] for one in attentions if one.qkv.bias is not None]
@@ -229,7 +229,7 @@ class BlockHead(DraftHead):
         return self.feature_norm(super().finish_product(product))
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [layers, M, kv_heads, head_dim] of positions int [M] with features [M, feature_size]."""
+        """Return keys and values [layers, M, kv_heads, head_dim] of positions int [M], features [M, feature_size]."""
         shape = (self.num_layers, features.shape[0], self.num_kv_heads, self.head_dim)
         k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         self._write_keys(features, positions, torch.arange(shape[1], device=self.device), k, v)
@@ -243,20 +243,20 @@ class BlockHead(DraftHead):
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
-        """See DraftModel. Takes no forward; what has a negative slot is not written."""
+        """See DraftModel. Needs no forward; tokens with a negative slot are not written."""
         self._write_keys(required(features).contiguous(), batch.positions, slots, kv.k, kv.v)
 
     def block_tokens(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [R * size] of the blocks of R roots."""
+        """Return token ids and positions [R * size] of the blocks of R roots."""
         ids = tokens.new_full((tokens.shape[0], self.block.size), self.block.mask_token)
         ids[:, 0] = tokens
         places = positions[:, None] + torch.arange(self.block.size, device=positions.device, dtype=positions.dtype)
         return ids.flatten(), places.flatten()
 
     def forward_blocks(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
-        """Run the blocks of R roots, as `block_tokens` lays them out: rows of their guesses [R * num_guesses, hidden].
+        """Run the blocks of R roots as `block_tokens` lays them out; return rows of guesses [R * num_guesses, hidden].
 
-        In `batch` the places of a block see its context and all of the block.
+        In `batch`, the places of a block see its context and all of the block.
         """
         plan = attention.plan(batch, kv, self.num_heads, self.rotary)
         stream = self.embed(batch.token_ids)
@@ -266,11 +266,11 @@ class BlockHead(DraftHead):
         return self.final_norm(stream).view(-1, size, self._hidden)[:, size - count :].flatten(0, 1)
 
     def advance(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Of nodes' tokens [M], the rows of their places [M, hidden] and what their parents left [M, state_size].
+        """Take the tokens [M] of nodes, the rows of their places [M, hidden] and the memory of their parents.
 
-        `memory` is zeros for a root.
+        `memory` [M, state_size] is zeros for a root.
 
-        Returns rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
+        Returns rows for `logits` [M, hidden + markov_rank], and the nodes' memory for their children [M, state_size].
         """
         if self._markov is None:
             return rows, memory
@@ -278,14 +278,14 @@ class BlockHead(DraftHead):
         return torch.cat((rows, said), 1), memory
 
     def logits(self, rows: Tensor) -> Tensor:
-        """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
+        """See DraftModel. `rows` [M, hidden] are those of places; with DSPARK, values of tokens may follow in each."""
         logits = super().logits(rows[:, : self._hidden].contiguous())
         if self._markov is not None and rows.shape[1] > self._hidden:
             logits += self._markov.product(rows[:, self._hidden :].contiguous())
         return logits
 
     def new_blocks(self, count: int) -> BlockStore:
-        """Room for the blocks of so many requests, with no block in it."""
+        """Return room for the blocks of `count` requests, with no block in it."""
         num_places = count * self.block.num_guesses
         return BlockStore(
             torch.full((count,), NOWHERE, dtype=torch.int32, device=self.device),
@@ -300,15 +300,15 @@ class BlockHead(DraftHead):
     def read_blocks(
         self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What M nodes' children may be.
+        """Return logits for the children of M nodes.
 
         Args:
-            where: int [M], the requests whose nodes they are, negative for padding; `tokens` and `positions`, int [M],
-                are their own.
-            memory: [M, state_size], what their parents left; of roots it does not count.
+            where: int [M], the requests of the nodes, negative for padding; `tokens` and `positions`, int [M], are the
+                nodes' own.
+            memory: [M, state_size], what the nodes' parents left; ignored for roots.
 
-        Returns logits float32 [M, vocab_size], -inf outside of the block, where there are no guesses, and what the
-        nodes leave to their children [M, state_size].
+        Returns logits float32 [M, vocab_size], -inf outside the block, where there are no guesses, and what the nodes
+        leave to their children [M, state_size].
         """
         if self._markov is None:
             return read_logits(blocks, where, positions), memory
@@ -323,17 +323,17 @@ class BlockHead(DraftHead):
 
 
 class MarkovHead:
-    """DSPARK's sequential part: what the token before a place adds to the place's logits, in `markov_rank` values.
+    """DSPARK's sequential part: `markov_rank` values that say what the token before a place adds to the place's logits.
 
     vanilla   the token's embedding
-    gated     the same times a gate, of the place's row and the embedding
-    rnn       a recurrent cell, of its memory, the embedding and the row; the memory begins as zeros at a block's root
+    gated     the embedding times a gate computed from the place's row and the embedding
+    rnn       a recurrent cell over its memory, the embedding and the row; the memory is zeros at a block's root
     """
 
     def __init__(
         self, block: BlockConfig, decoder: ModelConfig, num_guessed: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`decoder`: of the head; `num_guessed`: ids that it guesses."""
+        """`decoder` is the head's; `num_guessed` is the number of ids that the head guesses."""
         self._rank = rank = block.markov_rank
         self._kind, hidden = block.markov_kind, decoder.hidden_size
         self._embedding = torch.empty(decoder.vocab_size, rank, dtype=dtype, device=device)
@@ -345,7 +345,7 @@ class MarkovHead:
             self._gate = Linear(hidden + 2 * rank, 3 * rank, True, dtype, device)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Where tensors of the checkpoint belong."""
+        """Return the tensors to fill by their names in the checkpoint."""
         found = {MARKOV_INPUT: self._embedding, MARKOV_OUTPUT: self._output.weight}
         if self._gate is not None:
             found |= self._gate.tensors(f"markov_head.{'gate_proj' if self._kind == 'gated' else 'joint_proj'}")
@@ -361,11 +361,11 @@ class MarkovHead:
             self._gate.pack()
 
     def product(self, said: Tensor) -> Tensor:
-        """What is added to logits of places, float32 [M, num_guessed], for what the tokens before said [M, rank]."""
+        """Return what is added to places' logits, float32 [M, num_guessed], for the values `said` [M, rank]."""
         return self._output.to_float32(said)
 
     def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens [M], rows [M, hidden] and memory [M, rank or 0]: values [M, rank], and the memory after them."""
+        """Return values [M, rank] for tokens [M], rows [M, hidden] and memory [M, rank or 0], and the new memory."""
         embedded = functional.embedding(tokens, self._embedding)
         if self._gate is None:
             return embedded, memory
@@ -374,14 +374,14 @@ class MarkovHead:
     def read(
         self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same of nodes of blocks, see BlockHead.read_blocks."""
+        """Do the same for nodes of blocks; see BlockHead.read_blocks."""
         if self._gate is None:
             return functional.embedding(tokens, self._embedding), memory
         inputs = read_inputs(blocks, where, positions, memory, tokens, self._embedding)
         return self._said(self._gate, inputs, memory)
 
     def _said(self, gate: Linear, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Of memory, embeddings and rows side by side [M, (rank or 0) + rank + hidden]."""
+        """Return values and memory for memory, embeddings and rows, side by side [M, (rank or 0) + rank + hidden]."""
         joint = gate(inputs)
         if self._kind == "gated":
             return joint.sigmoid() * inputs[:, : self._rank], memory

@@ -1,10 +1,10 @@
-"""Which drafters options mean, which kind a folder holds, and whether it fits its target. Torch-free.
+"""Finds out which drafters options name, which kind a folder holds, and whether it fits its target. Torch-free.
 
 A folder is judged by config.json and the names of its tensors. What does not fit is refused here before any model is
-loaded, by `outrider up` before it starts a process.
+loaded, and by `outrider up` before it starts a process.
 
 The heads that ship with Outrider lie in `models/<target>-EAGLE3`: at the top of a source checkout, or below
-share/outrider of an installation. $OUTRIDER_HEADS names another folder in the place of `models/`.
+share/outrider of an installation. $OUTRIDER_HEADS names another folder instead of `models/`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HEADS_VARIABLE = "OUTRIDER_HEADS"
 _HEAD_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _MAX_MAP_BYTES = 64 << 20
 _IN_LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
-"""In names of tensors of language models, whatever else these are called."""
+"""Matches a part of the names of a language model's tensors in its layers."""
 MTP_PREFIX = "model.mtp_layers.0."
 MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 
@@ -62,7 +62,7 @@ _logger = get_logger(__name__)
 
 
 def model_algorithm(names: Collection[str]) -> str:
-    """The drafter with a model among `names`. Raises ConfigError unless it is one."""
+    """Return the drafter with a model among `names`. Raises ConfigError unless there is exactly one."""
     found = [name for name in names if name != "NGRAM"]
     if len(found) != 1 or found[0] not in ALGORITHMS:
         raise ConfigError(
@@ -72,9 +72,9 @@ def model_algorithm(names: Collection[str]) -> str:
 
 
 def head_name(name: str) -> str | None:
-    """Our name of the tensor of a head other than MTP; None for one that is not read.
+    """Return our name for a tensor of a head other than MTP; None for one that is not read.
 
-    DSPARK's confidence head is not: nodes are scored as those of any drafter.
+    DSPARK's confidence head is not read, because nodes are scored like those of any drafter.
     """
     name = name.removeprefix("model.")
     if name == "t2d" or name.endswith(".rotary_emb.inv_freq") or name.startswith("confidence_head."):
@@ -83,7 +83,7 @@ def head_name(name: str) -> str | None:
 
 
 def mtp_name(name: str) -> str | None:
-    """Our name of a tensor of a MiMo checkpoint; None for one of the target alone."""
+    """Return our name for a tensor of a MiMo checkpoint; None for one that only the target has."""
     if name.startswith(MTP_PREFIX):
         rest = name.removeprefix(MTP_PREFIX)
         return rest if rest.startswith(MTP_OUTSIDE) else f"layers.0.{rest}"
@@ -91,11 +91,11 @@ def mtp_name(name: str) -> str | None:
 
 
 def algorithm_of(folder: Path) -> str:
-    """One of ALGORITHMS, as `--speculative-algorithm` has it.
+    """Return the algorithm for the draft model in a folder: one of ALGORITHMS, as in `--speculative-algorithm`.
 
-    A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
+    A checkpoint with an MTP head counts as NEXTN, though it may also be a language model.
 
-    Raises ConfigError: the folder has no safetensors, or what they hold is none of these.
+    Raises ConfigError if the folder has no safetensors, or what they hold is none of these.
     """
     names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
     if any(name.startswith(MTP_PREFIX) for name in names):
@@ -108,7 +108,7 @@ def algorithm_of(folder: Path) -> str:
     if "fc.weight" in found:
         return "EAGLE"
     path = folder / "config.json"
-    # What speculators write is a head, of whatever kind.
+    # Speculators write only heads, of whatever kind.
     if not any(map(_IN_LAYER.search, names)) or (path.is_file() and "speculators_model_type" in read_json(path)):
         raise ConfigError(
             f"{folder}: holds no draft that is known here, but tensors such as {min(names, default='none')}; use "
@@ -120,7 +120,7 @@ def algorithm_of(folder: Path) -> str:
 def check_drafter(options: DraftOptions, target: Path) -> None:
     """Refuse the draft model that the options name beside NGRAM, if it is of another kind or does not fit the target.
 
-    Raises ConfigError: names option, folder and both values.
+    Raises ConfigError, naming the option, the folder and both values.
     """
     options = named_head(options)
     algorithm = model_algorithm(options.speculative_algorithm)
@@ -139,7 +139,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
 
 
 def check_tokenizer(folder: Path, target: Path) -> None:
-    """Raise ConfigError for a draft model with another tokenizer than the target's."""
+    """Raise ConfigError if the draft model's tokenizer differs from the target's."""
     own, wanted = hash_token_ids(folder), hash_token_ids(target)
     if own and own != wanted:
         raise ConfigError(
@@ -150,7 +150,7 @@ def check_tokenizer(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _naming(what: str, folder: Path) -> Iterator[None]:
-    """Errors say whose files they are of."""
+    """Let ConfigErrors raised within the block say whose files they are about."""
     try:
         yield
     except ConfigError as error:
@@ -160,7 +160,7 @@ def _naming(what: str, folder: Path) -> Iterator[None]:
 
 
 def check_own_vocabulary(config: HeadConfig, names: Collection[str], folder: Path) -> None:
-    """Raise ConfigError for a head of a smaller vocabulary without what tells its tokens, or their output matrix."""
+    """Raise ConfigError for a head of a smaller vocabulary without the map of its tokens or its own output matrix."""
     own, whole = config.draft_vocab_size, config.decoder.vocab_size
     if own == whole:
         return
@@ -173,7 +173,7 @@ def check_own_vocabulary(config: HeadConfig, names: Collection[str], folder: Pat
 
 
 def check_token_map(path: Path) -> None:
-    """Raise ConfigError for a file that is not there, too large, or of a kind that is not read."""
+    """Raise ConfigError for a file that does not exist, is too large, or is of a kind that is not read."""
     if not path.is_file():
         raise ConfigError(f"--speculative-token-map {path}: no such file")
     if path.stat().st_size > _MAX_MAP_BYTES:
@@ -188,7 +188,7 @@ def check_token_map(path: Path) -> None:
 
 
 def named_head(options: DraftOptions) -> DraftOptions:
-    """The options with the kind of the head in the place of NAIVE_EAGLE, which says how it drafts alone."""
+    """Return the options with the head's kind instead of NAIVE_EAGLE, which only says how the head drafts."""
     if NAIVE_EAGLE not in options.speculative_algorithm:
         return options
     with under("--speculative-draft-model-path"):
@@ -199,7 +199,7 @@ def named_head(options: DraftOptions) -> DraftOptions:
 def check_kind(algorithm: str, folder: Path) -> None:
     """Raise ConfigError, naming what is there and how it is used, unless the folder holds what `algorithm` takes."""
     found = algorithm_of(folder)
-    # A target with an MTP head is a language model besides. What has none in MiMo's layout is told by config.json.
+    # A target with an MTP head is also a language model. `mtp_config` refuses one that has no head in MiMo's layout.
     if found == algorithm or {found, algorithm} == {"STANDALONE", "NEXTN"}:
         return
     what = "a language model, not a head" if found == "STANDALONE" else f"a head of {found}"
@@ -210,7 +210,7 @@ def check_kind(algorithm: str, folder: Path) -> None:
 
 
 def head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
-    """What a head's config.json says, beside the target's if there is one. Raises ConfigError where they do not fit."""
+    """Return a head's configuration, checked against the target's if there is one. Raises ConfigError."""
     layers = hidden = vocab_size = None
     if target is not None:
         with _naming("target", target):
@@ -237,19 +237,19 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
 
 
 def asked_window(options: DraftOptions, own: ContextWindow) -> ContextWindow:
-    """The window that the options ask for; else the draft model's own."""
+    """Return the window that the options ask for, or else the draft model's own."""
     size, sinks = options.speculative_draft_window_size, options.speculative_draft_sink_size
     return ContextWindow(size, max(sinks, MIN_SINKS)) if size else own
 
 
 def draft_name(options: DraftOptions) -> str:
-    """The draft model's folder, or its hub id with the revision that is wanted; "" for none."""
+    """Return the draft model's folder, or its hub id with the revision that the options name; "" for none."""
     name, revision = options.speculative_draft_model_path, options.speculative_draft_model_revision
     return f"{name}@{revision}" if name and revision and is_hub_id(name) and not Path(name).is_dir() else name
 
 
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:
-    """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
+    """Return the folder that holds the draft model; the target's for NEXTN, unless another is given."""
     option, name = "--speculative-draft-model-path", draft_name(options)
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"{option}: {algorithm} needs a draft model; name its folder or hub id")
@@ -257,7 +257,7 @@ def draft_folder(options: DraftOptions, algorithm: str) -> Path:
         option, name = "--target-model-path", options.target_model_path
     if not name:
         raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
-    # Of a local folder its kind is told first: that a head has no tokenizer is no mistake of the head.
+    # The kind of a local folder is checked first, because a head need not have a tokenizer.
     is_local = os.path.isdir(expand(name))
     with under(option):
         folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
@@ -268,7 +268,7 @@ def draft_folder(options: DraftOptions, algorithm: str) -> Path:
 
 
 def head_folders() -> list[Path]:
-    """Folders that may hold heads, the first one first."""
+    """Return the folders that may hold heads, in the order in which they are searched."""
     if os.environ.get(HEADS_VARIABLE):
         return [expand(os.environ[HEADS_VARIABLE])]
     checkout = Path(__file__).resolve().parents[3] / "models"
@@ -276,7 +276,7 @@ def head_folders() -> list[Path]:
 
 
 def shipped_head(target: str) -> Path | None:
-    """The head that was trained for the target of this name or folder and is here in full; None if there is none."""
+    """Return the folder of the head that ships for the target of this name or folder; None unless it is complete."""
     if not is_default_target(target):
         return None
     folders = [folder / f"{DEFAULT_MODEL}-EAGLE3" for folder in head_folders()]
@@ -299,9 +299,9 @@ def is_default_target(target: str) -> bool:
 def choose_drafters(
     options: DraftOptions, target: str = "", say: Callable[[str], object] = _logger.info
 ) -> DraftOptions:
-    """The options with drafters for a target in the place of AUTO: its head and n-grams, or n-grams alone.
+    """Return the options with drafters for a target instead of AUTO: its head and n-grams, or n-grams alone.
 
-    `target` is what verify was told; empty takes --target-model-path, or else the default. `say` is told why where
+    `target` is verify's option; if empty, it is --target-model-path, or else the default. `say` gets the reason if
     n-grams are alone.
     """
     if options.speculative_algorithm != AUTO:
@@ -327,7 +327,7 @@ def choose_drafters(
 
 
 def drafters_of_service(options: DraftOptions, target: str = "") -> DraftOptions:
-    """What `choose_drafters` finds; n-grams alone for a draft model of which nobody has said what it is."""
+    """Return what `choose_drafters` does, or n-grams alone if the options name a draft model but not its kind."""
     try:
         return choose_drafters(options, target)
     except ConfigError as error:
@@ -335,16 +335,16 @@ def drafters_of_service(options: DraftOptions, target: str = "") -> DraftOptions
 
 
 def can_do_without_model(options: DraftOptions | VerifyOptions) -> bool:
-    """Whether n-grams are among the drafters named, beside a model, or may be chosen."""
+    """Whether the options name n-grams beside a model, or let drafters be chosen."""
     names = options.speculative_algorithm
     return names == AUTO or ("NGRAM" in names and len(names) > 1)
 
 
 def without_model(options: DraftOptions, error: OutriderError) -> DraftOptions:
-    """The options with n-grams alone, for a draft model that cannot draft; the log says why.
+    """Return the options with n-grams alone, for a draft model that cannot draft; the log says why.
 
-    Without it there are drafts all the same, and a supervisor would start the service with the same options again, for
-    ever. Raises ConfigError where there is nothing but the model.
+    There are drafts even without the model, and a supervisor would start the service again and again with the same
+    options. Raises ConfigError if the options name nothing but the model.
     """
     if not can_do_without_model(options):
         raise ConfigError(error.message) from error

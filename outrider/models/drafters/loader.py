@@ -1,4 +1,4 @@
-"""From the options of the draft service to a draft model that runs, and which of the target's tokens it may guess."""
+"""Loads the draft model that the draft service's options name, cut to the target's tokens that it may guess."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def load_draft_model(
 ) -> DraftModel:
     """Load the one draft model that `options.speculative_algorithm` names beside NGRAM.
 
-    Without `device` and `dtype` the options say or choose them. `exchange`: of a head that `is_cut`, among its ranks.
-    Names and shapes are checked before memory is taken for weights. A head that lacks embedding or output matrix takes
-    them from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
+    `device` and `dtype` default to those that the options name or choose. `exchange`: between the ranks of a head that
+    `is_cut`. Names and shapes are checked before memory is taken for weights. A head without an embedding or output
+    matrix takes it from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
 
-    Raises ConfigError: names the option, field, file or tensor that is at fault.
+    Raises ConfigError, naming the option, field, file or tensor at fault.
     """
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
@@ -77,7 +77,7 @@ def load_draft_model(
         return draft
     target = _target_folder(options)
     head = _load_head(options, algorithm, folder, target, device, dtype, progress, exchange)
-    # A head without a tokenizer has its target's.
+    # A head without a tokenizer uses its target's.
     head.tokenizer_hash = hash_token_ids(folder) or (hash_token_ids(target) if target is not None else "")
     return head
 
@@ -88,7 +88,7 @@ def _target_folder(options: DraftOptions) -> Path | None:
 
 
 def is_cut(options: DraftOptions, world: int, dtype: torch.dtype) -> bool:
-    """Whether so many ranks each have a part of the one draft model that the options name. Raises ConfigError."""
+    """Whether `world` ranks each have a part of the one draft model that the options name. Raises ConfigError."""
     algorithm = model_algorithm(options.speculative_algorithm)
     if algorithm == "STANDALONE":
         return False
@@ -103,7 +103,7 @@ def _load_standalone(
     if not options.speculative_token_map:
         whole = load_model(folder, dtype, device, progress)
         return StandaloneDraft(whole, hash_token_ids(folder))
-    # Its output matrix is cut: ours alone can be.
+    # Its output matrix is cut, which only our own decoder supports.
     config = ModelConfig.from_folder(folder)
     allowed = read_token_map(Path(options.speculative_token_map), config.vocab_size)
     model = load_decoder(folder, dtype, device, progress)
@@ -148,7 +148,7 @@ def _load_head(
     check_tensors(stored, build(config, dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
     rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
     rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
-    # With an exchange it `is_cut`.
+    # With an exchange, the head `is_cut`.
     part = (cut_head(config, world, dtype.itemsize) if exchange is not None else None) or config
     with torch.inference_mode():
         head = build(part, dtype, device, _on(ids, device))
@@ -169,7 +169,7 @@ def _load_head(
         for name, matrix in targets.items():
             if not matrix.is_meta and not matrix.isfinite().all():
                 raise ConfigError(f"{stored[name].path}: tensor {stored[name].name} holds NaN or infinity in {dtype}")
-            # Half the bytes to read; what a head guesses changes no answer.
+            # This halves the bytes to read. What a head guesses changes no answer.
             if name != EMBEDDING and matrix.ndim == 2 and fits(matrix):
                 round_to_eight_bits(matrix)
         head.finish_loading()
@@ -177,7 +177,7 @@ def _load_head(
 
 
 def _numbers(tensor: StoredTensor) -> Tensor:
-    """The tensor. Raises ConfigError for codes, which mean nothing without their scales."""
+    """Return the tensor. Raises ConfigError for integer codes, which mean nothing without their scales."""
     values = tensor.read()
     if not values.is_floating_point():
         raise ConfigError(f"{tensor.path}: tensor {tensor.name} is {values.dtype}; a head's weights are floats")
@@ -187,8 +187,8 @@ def _numbers(tensor: StoredTensor) -> Tensor:
 def _with_shared(
     stored: dict[str, StoredTensor], config: HeadConfig, target: Path | None, folder: Path
 ) -> dict[str, StoredTensor]:
-    """With the target's embedding and output matrix in the place of those that the head has not got."""
-    # In layers after the first the norm is there in some files, and no engine uses it.
+    """Return `stored` with the target's embedding and output matrix if the head lacks them. Raises ConfigError."""
+    # Some files have this norm in layers after the first, too, where no engine uses it.
     unread = {f"layers.{number}.hidden_norm.weight" for number in range(1, config.decoder.num_layers)}
     stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     if config.decoder.tie_embeddings and EMBEDDING in stored and OUTPUT not in stored:
@@ -212,7 +212,7 @@ def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def shared_tensors(target: Path) -> dict[str, StoredTensor]:
-    """Embedding and output matrix of a target's folder, the same tensor where they are tied."""
+    """Return embedding and output matrix of a target's folder, the same tensor if they are tied. Raises ConfigError."""
     quantization = read_quantization(read_json(target / "config.json"))
     scheme = quantization.scheme_of("lm_head") if quantization is not None else None
     if scheme is not None:
@@ -230,9 +230,9 @@ def shared_tensors(target: Path) -> dict[str, StoredTensor]:
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
-    """int64 target ids, rising and each once, from a JSON list or a safetensors file of one tensor.
+    """Read int64 target ids, sorted and without duplicates, from a JSON list or a safetensors file of one tensor.
 
-    Raises ConfigError: names the file and what is wrong with it.
+    Raises ConfigError, naming the file and what is wrong with it.
     """
     check_token_map(path)
     ids = _from_json(path) if path.suffix == ".json" else _from_safetensors(path)
@@ -270,9 +270,9 @@ def _from_safetensors(path: Path) -> Tensor:
 
 
 def ids_of_offsets(offsets: Tensor, draft_vocab_size: int, vocab_size: int, where: str) -> Tensor:
-    """int64 target ids [draft_vocab_size] from a head's `d2t`, which holds target id minus draft id.
+    """Return int64 target ids [draft_vocab_size] from a head's `d2t`, which holds target id minus draft id.
 
-    Raises ConfigError: a wrong shape or dtype, or ids outside the vocabulary or twice; says `where`.
+    Raises ConfigError, which names `where`, for a wrong shape or dtype, or ids that are duplicate or unknown.
     """
     if tuple(offsets.shape) != (draft_vocab_size,) or offsets.dtype not in _INTEGERS:
         raise ConfigError(
@@ -288,11 +288,11 @@ def ids_of_offsets(offsets: Tensor, draft_vocab_size: int, vocab_size: int, wher
 
 
 def cut_output(ids: Tensor | None, vocab_size: int, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows of an output matrix to keep, and the target ids of those: int64 both, None for all and for the same.
+    """Return which rows of an output matrix to keep, None for all, and their target ids, None for the same; both int64.
 
-    `ids` are the target ids of its rows as they are, `allowed` a token map.
+    `ids` are the target ids of the whole matrix's rows, `allowed` is a token map.
 
-    Raises ConfigError: nothing is left.
+    Raises ConfigError if nothing is left.
     """
     if ids is not None and ids.numel() == vocab_size and torch.equal(ids, torch.arange(vocab_size)):
         ids = None
