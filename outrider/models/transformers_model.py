@@ -26,10 +26,10 @@ from outrider.models.transformers_modules import (
     ATTENTION,
     HostConstants,
     PlannedForward,
-    attending,
+    attention_by,
+    current_handler,
     replace_attention,
     replace_modules,
-    under_way,
 )
 from outrider.models.transformers_survey import (
     META,
@@ -87,7 +87,7 @@ class TransformersLM(LanguageModel):
         forward = PlannedForward(
             plan, self.config.num_kv_heads, self.config.head_dim, self._still, self._rules, frozenset(feature_layers)
         )
-        with attending(forward), self._constants():
+        with attention_by(forward), self._constants():
             output = self._base(
                 input_ids=batch.token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
             )
@@ -116,7 +116,7 @@ def _watch(layer: nn.Module, number: int, count: int) -> None:
     run = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        current = under_way()
+        current = current_handler()
         if not isinstance(current, PlannedForward) or not current.wanted:
             return run(*args, **kwargs)
         if number in current.wanted:

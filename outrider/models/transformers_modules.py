@@ -55,7 +55,7 @@ class LayerCall:
         return LayerRules(None if is_usual else self.scaling, scores, rotary)
 
 
-class Attends(ABC):
+class AttentionHandler(ABC):
     """Handles the attention calls of a model's layers while it runs."""
 
     @abstractmethod
@@ -74,22 +74,22 @@ class Attends(ABC):
         raise NotImplementedError
 
 
-_ATTENDS: ContextVar[Attends] = ContextVar("attends")
+_HANDLER: ContextVar[AttentionHandler] = ContextVar("attends")
 
 
-def under_way() -> Attends:
-    """Return what handles attention in this thread."""
-    return _ATTENDS.get()
+def current_handler() -> AttentionHandler:
+    """Return the handler of this thread."""
+    return _HANDLER.get()
 
 
 @contextmanager
-def attending(attends: Attends) -> Iterator[None]:
-    """Let `attends` handle the attention of layers that this thread runs within the block."""
-    token = _ATTENDS.set(attends)
+def attention_by(handler: AttentionHandler) -> Iterator[None]:
+    """Let `handler` handle the attention of layers that this thread runs within the block."""
+    token = _HANDLER.set(handler)
     try:
         yield
     finally:
-        _ATTENDS.reset(token)
+        _HANDLER.reset(token)
 
 
 def attention(
@@ -105,14 +105,14 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Our attention as transformers calls it. A mask, if there is one, gives the window, else `sliding_window` does."""
-    current = under_way()
+    current = current_handler()
     window = sliding_window if attention_mask is None else current.window_of(attention_mask)
     call = LayerCall(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     return current.attend(module, query, key, value, call), None
 
 
 @dataclass
-class PlannedForward(Attends):
+class PlannedForward(AttentionHandler):
     """A forward: attends by its plan, and collects the `wanted` features in `seen`.
 
     `still` rotates nothing: it is for heads that are rotated already, if the plan rotates those of other layers.
@@ -129,7 +129,7 @@ class PlannedForward(Attends):
     _told: dict[LayerCall, LayerRules] = field(default_factory=dict)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """See Attends. A layer with fewer kv heads than others has each of them several times in the KV cache."""
+        """See AttentionHandler. If a layer has fewer kv heads than others, each is several times in the KV cache."""
         # Made once per forward for all layers that ask for the same. Here there are no masks that show windows.
         call = replace(call, window=self.rules[layer.layer_idx].scores.window)
         rules = self._told.get(call)
@@ -146,12 +146,12 @@ class PlannedForward(Attends):
         return attended if value_size == size else attended[..., :value_size].contiguous()
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
-        """See Attends."""
+        """See AttentionHandler."""
         return self.plan.attend(number, heads, None, self.rules[number])
 
 
 @dataclass
-class DenseForward(Attends):
+class DenseForward(AttentionHandler):
     """Attention of one text over itself, for trying modules. `positions` int64 [M]; `calls` by layer."""
 
     positions: Tensor
@@ -162,13 +162,13 @@ class DenseForward(Attends):
     """Queries, keys and values of each call."""
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """See Attends."""
+        """See AttentionHandler."""
         self.seen += (q, k, v)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scaling, enable_gqa=True)
         return attended.transpose(1, 2)
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
-        """See Attends."""
+        """See AttentionHandler."""
         num_kv_heads = (heads.shape[1] - self.num_heads) // 2
         qk, v = heads.split((self.num_heads + num_kv_heads, num_kv_heads), 1)
         turned = rotate(qk, *self.rotary.angles(self.positions, heads.dtype))
@@ -385,7 +385,7 @@ def _attention(module: nn.Module, number: int, head_dim: int) -> Callable[..., t
         """Map [1, M, hidden] to the same shape; there are no attention weights to return."""
         rows = hidden_states.squeeze(0)
         heads = qkv(rows).view(rows.shape[0], -1, head_dim)
-        return output(under_way().attend_heads(number, heads)).unsqueeze(0), None
+        return output(current_handler().attend_heads(number, heads)).unsqueeze(0), None
 
     return attend
 
@@ -409,7 +409,7 @@ def _attends_alike(
     """Whether two attentions agree on random rows at the positions of `forward`, which must not have been used yet."""
     rows = _random_rows(module)
     angles = embedding(rows, forward.positions.unsqueeze(0))
-    with attending(forward):
+    with attention_by(forward):
         try:
             found = module(hidden_states=rows, position_embeddings=angles, attention_mask=None)
         except Exception:  # a module that takes something else may raise anything

@@ -24,11 +24,11 @@ from outrider.models.fields import get_int, read_configs
 from outrider.models.transformers_modules import (
     ATTENTION,
     NOTED_ATTENTION,
-    Attends,
+    AttentionHandler,
     LayerCall,
-    attending,
     attention,
-    under_way,
+    attention_by,
+    current_handler,
 )
 
 META = torch.device("meta")
@@ -241,7 +241,7 @@ def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool
     # It has values, because some models look at them.
     mask = {"attention_mask": torch.ones(1, 2, dtype=torch.int64)} if is_masked else {}
     try:
-        with attending(notes), torch.inference_mode():
+        with attention_by(notes), torch.inference_mode():
             hidden = base(input_ids=ids, position_ids=ids, use_cache=False, **mask)[0]
             logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
     except Exception as error:  # as above
@@ -286,7 +286,7 @@ def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -
     return notes
 
 
-class _Notes(Attends):
+class _Notes(AttentionHandler):
     """Notes how layers call attention; the tensors that it returns have no values."""
 
     def __init__(self, max_positions: int = 0) -> None:
@@ -309,7 +309,7 @@ class _Notes(Attends):
         return mask
 
     def window_of(self, mask: Tensor) -> int | None:
-        """See Attends."""
+        """See AttentionHandler."""
         window = next((window for made, window in self._masks if _is_same(mask, made)), None)
         self.has_own_mask = self.has_own_mask or window is None
         return window or None
@@ -345,7 +345,7 @@ def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | N
 
 def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any) -> Tensor:
     """The function that transformers calls for masks of `NOTED_ATTENTION`."""
-    notes = under_way()
+    notes = current_handler()
     if not isinstance(notes, _Notes):
         raise TypeError("masks are made for a model that is looked at alone")
     return notes.mask(mask_function, q_length, kv_length)
