@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from gateway.core.tokenizer import overlap_length
 from outrider.errors import InvalidGrammarError
-from outrider.grammar.spec import MAX_SOURCE_BYTES, pointed_at, prepare_schema
+from outrider.grammar.spec import MAX_SOURCE_BYTES, prepare_schema, resolve_reference
 
 QUOTE = '<|"|>'
 """The quote before and after each string, a token of its own; nothing within a string is escaped."""
@@ -208,7 +208,7 @@ class _Writer:
         """Complete the rules with those of pending references, and return them."""
         while self._pending:
             reference = self._pending.pop()
-            schema = pointed_at(self._definitions, reference)
+            schema = resolve_reference(self._definitions, reference)
             value = self._in_json({"$ref": reference}) if schema is None else self.value(schema)
             self.rules.append(f"{self._references[reference]}: {value}")
         return self.rules

@@ -191,7 +191,7 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
         known = names.keys() & _NAME_KEYS - {"type"}
         if known != {"$ref"}:
             break
-        names = pointed_at(root, names["$ref"])
+        names = resolve_reference(root, names["$ref"])
     if known in ({"enum"}, {"const"}):
         values = names["enum"] if "enum" in names else [names["const"]]
         allowed = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
@@ -207,7 +207,7 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
     return {"patternProperties": {pattern: True}, "additionalProperties": False}
 
 
-def pointed_at(root: Any, reference: Any) -> Any:
+def resolve_reference(root: Any, reference: Any) -> Any:
     """Return what a reference within a schema points at; None if nothing, or deeper than a schema may be."""
     parts = str(reference).removeprefix("#").split("/")[1:]
     if len(parts) > 2 * MAX_DEPTH:  # a keyword and a name for each level
