@@ -33,7 +33,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidGrammarError, OutriderError
-from outrider.grammar.spec import FORM_BELOW, NO_ORDERS, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
+from outrider.grammar.spec import EMPTY_DIRECTIVE, FORM_BELOW, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
 """The length in front of each frame."""
@@ -219,7 +219,7 @@ def _lark_of(grammar: Grammar) -> str:
         if not below:
             return _as_lark(rules)
         # Rules converted from GBNF begin with a directive to the library, which is not allowed within other rules.
-        return f"{rules}\nform: %lark {{ {_as_lark(form).lstrip().removeprefix(NO_ORDERS)}\n}}"
+        return f"{rules}\nform: %lark {{ {_as_lark(form).lstrip().removeprefix(EMPTY_DIRECTIVE)}\n}}"
     except Exception as error:  # a rule that is missing or there twice raises no class of its own
         raise refusal(grammar, str(error)) from None
 

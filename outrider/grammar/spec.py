@@ -66,7 +66,7 @@ FORM_BELOW = "%form"
 """The line between the rules of an EBNF and the grammar that they call `form`."""
 PATTERN_BELOW = "%pattern"
 """The line between the rules of an EBNF and the regular expression that they call `PATTERN`."""
-NO_ORDERS = "%llguidance {}"
+EMPTY_DIRECTIVE = "%llguidance {}"
 """The only directive to the grammar library that a grammar in Lark may begin with: it sets no options."""
 MAX_SOURCE_BYTES = 65536
 """Longest source of a JSON schema, an EBNF or a CHOICE."""
@@ -132,7 +132,7 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
                 raise InvalidGrammarError(field, "is empty", "send a grammar with a rule named root or start")
             rules = grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]
             # The library's own clients begin grammars with this directive, which sets nothing.
-            if "%llguidance" in rules.replace(NO_ORDERS, "", 1):
+            if "%llguidance" in rules.replace(EMPTY_DIRECTIVE, "", 1):
                 raise InvalidGrammarError(field, "gives orders to the grammar library", "remove %llguidance")
             if "%json" in grammar.source:
                 for digits in _MANY_DIGITS.findall(grammar.source):
