@@ -103,7 +103,7 @@ def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype)
     device = weight.codes.device
     if device.type != "cuda" or not _fits(weight) or find_spec("humming") is None:
         return None
-    with _explained():
+    with _as_config_errors():
         config = _layer_config(weight, bias is not None, dtype)
         kernels = _compiled(config.to_str(), device.index or 0)
         return HummingWeight(_transformed(config, weight, bias, dtype), kernels, _new_locks(device))
@@ -114,7 +114,7 @@ def humming_experts(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype
     device = weight.codes.device
     if device.type != "cuda" or not _fits_experts(weight) or find_spec("humming") is None:
         return None
-    with _explained():
+    with _as_config_errors():
         config = _layer_config(weight, bias is not None, dtype)
         cuts = _cuts(config.to_str(), device.index or 0, True)
         kernels = _compiled(config.to_str(), device.index or 0, indexed=True)
@@ -165,7 +165,7 @@ def _words(codes: Tensor, kind: str) -> Tensor:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _as_config_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
@@ -225,7 +225,7 @@ def _cuts(config: str, device: int, indexed: bool) -> list[list[Any]]:
 def _compile(config: str, device: int, indexed: bool) -> Tensor:
     from humming.kernel import HummingKernel
 
-    with _explained():
+    with _as_config_errors():
         cuts = _cuts(config, device, indexed)
         kind = json.dumps({"gemm_type": "indexed"}) if indexed else None
         found: Tensor = HummingKernel.prepare_kernels(config, kind, json.dumps(cuts), device)
