@@ -126,15 +126,15 @@ class PlannedForward(AttentionHandler):
     rules: Sequence[LayerRules]
     wanted: frozenset[int]
     seen: dict[int, Tensor] = field(default_factory=dict)
-    _told: dict[LayerCall, LayerRules] = field(default_factory=dict)
+    _rules_of: dict[LayerCall, LayerRules] = field(default_factory=dict)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See AttentionHandler. If a layer has fewer kv heads than others, each is several times in the KV cache."""
         # Made once per forward for all layers that ask for the same. Here there are no masks that show windows.
         call = replace(call, window=self.rules[layer.layer_idx].scores.window)
-        rules = self._told.get(call)
+        rules = self._rules_of.get(call)
         if rules is None:
-            rules = self._told[call] = call.rules(self.head_dim, self.still)
+            rules = self._rules_of[call] = call.rules(self.head_dim, self.still)
         size, value_size = self.head_dim, v.shape[-1]
         # Zeros change no score.
         parts = [part if part.shape[-1] == size else pad(part, (0, size - part.shape[-1])) for part in (q, k, v)]
@@ -203,7 +203,7 @@ class HostConstants(TorchFunctionMode):
             given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
         numbers = given.flatten().contiguous().view(torch.uint8).numpy().tobytes()
         told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
-        key = (func, given.dtype, given.shape, numbers, *((name, _told(value)) for name, value in told))
+        key = (func, given.dtype, given.shape, numbers, *((name, _key_part(value)) for name, value in told))
         if self._kind == "cuda" and torch.cuda.is_current_stream_capturing() and key in self._copies:
             return self._copies[key].clone()
         made = func(*args, **options)
@@ -212,7 +212,7 @@ class HostConstants(TorchFunctionMode):
         return made
 
 
-def _told(value: object) -> object:
+def _key_part(value: object) -> object:
     """Return an argument of a copy as part of a key: for a tensor, which the result is to be like, device and dtype."""
     return (value.device, value.dtype) if isinstance(value, Tensor) else repr(value)
 
