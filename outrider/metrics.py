@@ -190,10 +190,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Estimate the value that `share` of the observations are below, as if evenly spread in each bucket.
-
-        Returns 0 without observations.
-        """
+        """Estimate below which value `share` of the observations lie, if evenly spread in a bucket; 0 without any."""
         lower = below = 0.0
         for bound, count in sorted(self.bounds.items()):
             if count >= share * self.count and count > below:

@@ -110,7 +110,7 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _NAME_KEYS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref"})
 """Keywords that matter in the schema of `propertyNames`: those for strings, since all names are strings."""
 _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
-"""Keywords whose value is not a schema; that of keywords which begin with x- is not, either."""
+"""Keywords whose value is not a schema; neither is that of keywords that begin with x-."""
 
 
 def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = False) -> None:
@@ -165,7 +165,7 @@ def without_further_keys(source: str) -> str:
 
 
 def prepare_schema(schema: Any) -> None:
-    """Rewrite a JSON schema for the grammar library, in place: express `propertyNames` otherwise, drop annotations."""
+    """Rewrite a JSON schema in place for the grammar library: `propertyNames` in other keywords, no annotations."""
     level: list[Any] = [schema]
     while level:
         value = level.pop()

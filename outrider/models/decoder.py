@@ -27,7 +27,7 @@ from outrider.models.config import ModelConfig
 
 
 class ResidualOutput:
-    """A matrix whose products are added to the residual stream, scaled, and normed before if the family has it so."""
+    """Adds a matrix's products to the residual stream: after a norm, if the family has one there, and scaled."""
 
     def __init__(self, linear: Linear, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.linear = linear

@@ -20,7 +20,7 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 LFS_POINTER = b"version https://git-lfs"
-"""Begins a file that git has put in the place of one that it keeps in LFS."""
+"""The beginning of a file that git leaves in place of one that it keeps in LFS."""
 
 
 def refuse_pointer(path: Path, content: bytes) -> None:

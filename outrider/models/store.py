@@ -320,7 +320,7 @@ def _not_fetched(name: str, error: Exception) -> ConfigError:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # This error itself only gives the same advice as we do; its cause says what happened.
+    # This error only gives the same advice as we do; its cause says what happened.
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

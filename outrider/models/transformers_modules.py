@@ -199,7 +199,7 @@ class HostConstants(TorchFunctionMode):
         if func not in (torch.tensor, torch.Tensor.to) or (isinstance(given, Tensor) and given.device.type != "cpu"):
             return func(*args, **options)
         if not isinstance(given, Tensor):
-            # The text of a value is no key: that of arrays and of lists of tensors is cut short and rounded.
+            # Not keyed by the text of values, which is cut short and rounded for arrays and lists of tensors.
             given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
         numbers = given.flatten().contiguous().view(torch.uint8).numpy().tobytes()
         told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]

@@ -49,7 +49,7 @@ class DraftModel(ABC):
     def __init__(
         self, shape: ModelShape, num_ids: int, target_ids: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Sets no features. `target_ids`, int32, are the ids of the output matrix's rows; None for `num_ids` rows."""
+        """Sets up a model without features. `target_ids`, int32, are ids of output rows; None for `num_ids` rows."""
         self.dtype, self.device = dtype, device
         self.num_layers, self.head_dim = shape.num_layers, shape.head_dim
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
