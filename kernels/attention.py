@@ -1,4 +1,4 @@
-"""Attention over paged KV whose lengths lie in device memory: trees of a round, prompts, lasting trees."""
+"""Attention over paged KV with lengths in device memory: trees of a round, prompts, trees that grow over forwards."""
 
 from __future__ import annotations
 
@@ -44,37 +44,39 @@ def tree_attention(
     config: TileConfig | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Each token attends to the context of its row and to those of the row's own tokens that its mask names.
+    """Let each token attend to the context of its row and to the row's own tokens that are set in its mask.
 
-    One launch, or two where keys are split: a partial softmax of each split, then their sum. Nothing is read on the
-    host, so the launches can be captured. Keys and values of the own tokens must have been written (`rope_write`).
+    One launch, or two if keys are split: a partial softmax of each split, then their sum. The host reads nothing, so
+    the launches can be captured. Keys and values of the row's own tokens must have been written (`rope_write`).
 
-    With `path` the mode is deterministic: a token's result depends on its own query, keys, values, absolute position,
-    `num_splits` and `config` alone, bit by bit, not on the other tokens, on `cached_len` or on the rest of the batch.
+    With `path` the mode is deterministic: a token's result depends, bit by bit, only on its own query, keys, values,
+    absolute position, `num_splits` and `config`, not on other tokens, `cached_len` or the rest of the batch.
 
-    Where `pdl`, what describes the round (all but q and the caches) is read before the launch in front of this one has
-    ended. So between what writes that and this call there must be a launch without `pdl`, for instance `rotary_angles`.
+    With `pdl`, the tensors that describe the round (all but q and the caches) are read before the previous launch has
+    ended. So there must be a launch without `pdl`, for instance `rotary_angles`, between their last write and this
+    call.
 
     Args:
         q: [M, H, D] float32, bfloat16 or float16; D a power of two, at least 16.
-        k_cache: [S, KVH, D] of the same dtype, or float8_e4m3fn, contiguous; so is `v_cache`. H is a multiple of KVH.
+        k_cache: [S, KVH, D] of the same dtype, or float8_e4m3fn, contiguous; `v_cache` likewise. H is a multiple of
+            KVH.
         page_tables: int32 [R, P], rows contiguous.
         table_rows: int32 [B].
-        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; those behind first[B] are padding.
-        cached_len: int32 [B], context of each row; its tokens lie behind it in its pages.
-        mask: int32 [M, W], contiguous, 32 tokens of the own row a word, so W * 32 is at least `max_row_tokens`; every
-            token sees itself.
+        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; tokens from first[B] on are padding.
+        cached_len: int32 [B], context of each row; the row's tokens follow it in its pages.
+        mask: int32 [M, W], contiguous, a bit for each token of the same row, so W * 32 is at least `max_row_tokens`;
+            every token sees itself.
         page_size: tokens in a page.
-        max_row_tokens: no row has more tokens.
-        num_splits: the most programs that share the keys of a tile, 1 to 32. How many do is decided on the device, by
-            the length of the row, `config.span` and its number of processors; 1 saves the second launch.
-        scale: factor on the scores.
+        max_row_tokens: most tokens of a row.
+        num_splits: most programs that share the keys of a tile, 1 to 32. The device decides how many do, by the length
+            of the row, `config.span` and its number of processors. 1 saves the second launch.
+        scale: factor of the scores.
         path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
-        rules: of the scores.
-        positions: int32 [M], where each token stands in its request, the first of a row at `cached_len`; needed for a
+        rules: for the scores.
+        positions: int32 [M], position of each token in its request, the first of a row at `cached_len`; required for a
             window.
-        config: the tile; None chooses.
-        pdl: start before the launch in front has ended, where the device can.
+        config: the tile; chosen by shape if None.
+        pdl: start before the previous launch has ended, if the device supports it.
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
@@ -129,9 +131,9 @@ def prefill_attention(
     rules: ScoreRules = PLAIN_SCORES,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """Causal attention of chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
+    """Compute causal attention for chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
 
-    One launch. The result of a token is bitwise the same wherever its chunk begins. Arguments as `tree_attention`.
+    One launch. The result of a token is bitwise the same wherever its chunk begins. For arguments see `tree_attention`.
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
@@ -162,7 +164,7 @@ def _checked(
     rules: ScoreRules,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `out` or a new tensor [M, H * D]; raises ValueError for arguments that attention cannot take."""
+    """Return `out` or a new tensor [M, H * D]. Raises ValueError for arguments that attention does not support."""
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
     num_heads, head_dim = q.shape[1:]
@@ -182,10 +184,10 @@ def _checked(
 
 
 class BranchSlots(NamedTuple):
-    """KV slots that each of M tokens attends to behind its context: its ancestors in the tree and itself."""
+    """KV slots that each of M tokens attends to besides its context: its ancestors in the tree and itself."""
 
     slots: Tensor
-    """int32 [M, A], KV slots, `lens` of each token from the first on; the rest means nothing."""
+    """int32 [M, A], KV slots; the first `lens` of each token are valid."""
     lens: Tensor
     """int32 [M], 0 for padding."""
 
@@ -193,15 +195,14 @@ class BranchSlots(NamedTuple):
 def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, *, base: int, page_size: int
 ) -> BranchSlots:
-    """Expand bit masks over tree regions to lists of KV slots, once for all layers; A = W * 32. One launch, which no
-    other one overlaps.
+    """Expand bit masks over tree regions to lists of KV slots, once for all layers; A = W * 32.
 
-    A region is a part of a row's page table whose slots hold the keys of a tree that grows over several forwards: of
-    some hundred slots a node sees a dozen.
+    One launch, which does not overlap others. A region is a part of a row's page table whose slots hold the keys of a
+    tree that grows over several forwards: of some hundred slots a node sees a dozen.
 
     Args:
-        mask: int32 [M, W], contiguous; bit j % 32 of word j // 32 is tree slot j. Of padding tokens it does not matter.
-        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; those behind first[B] are padding.
+        mask: int32 [M, W], contiguous; bit j % 32 of word j // 32 is tree slot j. Ignored for padding tokens.
+        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; tokens from first[B] on are padding.
         table_rows: int32 [B].
         page_tables: int32 [R, P], rows contiguous.
         base: logical position of tree slot 0 in every row's page table.
@@ -245,23 +246,22 @@ def branch_attention(
     pdl: bool = True,
     short: bool = False,
 ) -> Tensor:
-    """Each token attends to the context of its row and to its branch.
+    """Let each token attend to the context of its row and to its branch.
 
-    Two launches: partial softmaxes of each split of the context and of each branch, then their sum. One, if `short`.
-    Nothing is read on the host, so the launches can be captured. Keys and values of the tokens must have been written
-    (`rope_write`). Where `pdl`, all but q and the caches is read before the launch in front of this one has ended,
-    which therefore must not be that of the lists: see kernels.attention.tree_attention, whose arguments these are, too,
-    but for:
+    Two launches: partial softmaxes of each split of the context and of each branch, then their sum; one launch if
+    `short`. The host reads nothing, so the launches can be captured. Keys and values of the tokens must have been
+    written (`rope_write`). With `pdl`, everything but q and the caches is read before the previous launch has ended,
+    which therefore must not be that of `list_branches`. For arguments not listed here see `tree_attention`.
 
     Args:
-        branches: of these tokens.
-        rules: of the scores. A window hides context alone: all of a branch is seen, so it should be shorter.
-        out: [M, H * D] to write to, contiguous.
-        num_splits: the most programs that share the context of a tile, 1 to 32; how many do is decided on the device.
-            If `short`, it is not used.
-        short: contexts are expected to have at most `short_tokens(D)` tokens. Longer ones take longer this way, and
-            come out the same. Where `pdl`, keys and values of contexts are read before the launch in front of this one
-            has ended, too, which therefore must write none: only tokens' own.
+        branches: the tokens' branches.
+        rules: for the scores. A window hides only context; branches are always seen in full, so they should be shorter.
+        out: [M, H * D] to write to, contiguous; a new tensor if None.
+        num_splits: most programs that share the context of a tile, 1 to 32; the device decides how many do. Not used if
+            `short`.
+        short: contexts are expected to have at most `short_tokens(D)` tokens. Longer ones are slower this way, with the
+            same result. With `pdl`, keys and values of contexts are also read before the previous launch has ended, so
+            that launch may write only those of the tokens themselves.
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.

@@ -10,31 +10,31 @@ from torch import Tensor
 
 from kernels.launch import ceil_div, power_of_two
 
-# The deterministic mode adds up the same splits whatever the round looks like.
+# The deterministic mode uses the same splits in every round.
 PATH_SPLITS = 8
 MAX_SPLITS = 32
-# One tile alone gains nothing by more, and each costs a share of the sum.
+# Even a single tile gains nothing from more, and each adds to the cost of the sum.
 CHOSEN_SPLITS = 24
-# Up to so many splits are faster even if several programs share a processor.
+# Up to this many splits are faster even if several programs share a processor.
 MAX_SHARED_SPLITS = 16
 # Queries of the smallest tile.
 SMALL_ROWS = 16
-# Where context and branches are one launch: splits, how many where programs are many, and tiles of keys that each
-# program of the context has in registers before it waits.
+# If context and branches are one launch: most splits, splits with many programs, and tiles of keys that each context
+# program loads into registers before it waits.
 SHORT_SPLITS = 8
 _MIN_SHORT_SPLITS = 6
 RESIDENT_TILES = 2
 
 
 class ScoreRules(NamedTuple):
-    """What a model's attention does to scores beyond scaling them. Kernels are compiled for each window and cap."""
+    """How a model's attention changes scores, apart from scaling. Kernels are compiled for each window and cap."""
 
     window: int = 0
-    """A query at position p sees keys at positions above p - window alone; 0: all that are not hidden otherwise."""
+    """A query at position p sees only keys at positions above p - window; 0: no window."""
     softcap: float = 0.0
-    """Scaled scores s become softcap * tanh(s / softcap); 0: they stay."""
+    """Scaled scores s become softcap * tanh(s / softcap); 0: no cap."""
     sinks: Tensor | None = None
-    """float32 [H]: for each head the score, unscaled and not capped, of one more key, whose value is zero."""
+    """float32 [H]: for each head the score, neither scaled nor capped, of an additional key whose value is zero."""
 
 
 PLAIN_SCORES = ScoreRules()
@@ -48,8 +48,8 @@ class TileConfig:
         rows: queries of one kv head in a tile, tokens times the heads that share it; a power of two, at least 16.
         keys: keys in a step; a power of two, at least 16.
         num_warps: 4 or 8 with at least 64 rows uses the tensor cores of a whole warp group.
-        num_stages: key tiles on their way, and the one that is worked on.
-        span: steps that a split takes at least, so that short contexts use fewer splits.
+        num_stages: key tiles in flight, plus the one being processed.
+        span: least steps of a split, so that short contexts use fewer splits.
     """
 
     rows: int
@@ -60,16 +60,16 @@ class TileConfig:
 
 
 def mean_row_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
-    """Tokens of a row if all rows of a round have as many: tiles are sized for such rows.
+    """Return the tokens of a row if all rows of a round have equally many; tiles are sized for such rows.
 
-    A row with more takes several tiles, which read its keys from L2; tiles for the longest row there could be would be
-    nearly empty in all others.
+    A longer row takes several tiles, which read its keys from L2. Tiles for the longest possible row would be nearly
+    empty in all other rows.
     """
     return min(max_row_tokens, ceil_div(num_tokens, num_rows))
 
 
 def fit_heads(config: TileConfig, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile, made smaller for heads whose keys and sums would not fit a processor's shared memory and registers."""
+    """Return a smaller tile for heads whose keys and sums would not fit a processor's shared memory and registers."""
     if head_dim <= 256:
         return config
     keys = SMALL_ROWS if dtype == torch.float32 else 2 * SMALL_ROWS
@@ -77,21 +77,21 @@ def fit_heads(config: TileConfig, head_dim: int, dtype: torch.dtype) -> TileConf
 
 
 def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for rows of about `row_tokens` tokens, `group` query heads to a kv head."""
+    """Return the tile for rows of about `row_tokens` tokens, with `group` query heads to a kv head."""
     if dtype == torch.float32:
         return _exact_config(group)
     if row_tokens * group <= SMALL_ROWS:
         return TileConfig(SMALL_ROWS, 64, 4, 3)
-    # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits. A tile of
-    # fewer rows would not use the tensor cores of a whole warp group, one of more runs alone on its processor.
+    # The sum over splits reads more with more tokens, which makes longer splits worthwhile. A tile with fewer rows
+    # would not use the tensor cores of a whole warp group; one with more would be alone on its processor.
     return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=1 + row_tokens // 16)
 
 
 def branch_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for contexts of nodes with branches: as `tree_config`, for launches that have the device to themselves.
+    """Return the tile for contexts with branches: like `tree_config`, for launches that have the device to themselves.
 
-    Chosen over whole layers of draft models, 9/3 heads of 64 and 32/8 of 128, 8 to 64 nodes: where the next launch is a
-    small product, many short splits beat few long ones.
+    Chosen from whole layers of draft models with 9/3 heads of 64 and 32/8 of 128, and 8 to 64 nodes: if the next launch
+    is a small product, many short splits beat few long ones.
     """
     config = tree_config(row_tokens, group, dtype)
     queries = row_tokens * group
@@ -107,7 +107,7 @@ def branch_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype
 
 
 def short_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for short contexts with branches: RESIDENT_TILES and one of ancestors are in registers."""
+    """Return the tile for short contexts with branches: RESIDENT_TILES and one of ancestors are in registers."""
     rows = max(SMALL_ROWS, power_of_two(group))
     if dtype == torch.float32:
         return TileConfig(rows, max(_short_keys(head_dim) // 2, SMALL_ROWS), 4, 1)
@@ -115,20 +115,20 @@ def short_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def _short_keys(head_dim: int) -> int:
-    # More than 128 do not fit the registers, whatever a key's size.
+    # More than 128 keys do not fit in registers, whatever their size.
     return min(max(4096 // power_of_two(head_dim), SMALL_ROWS), 128)
 
 
 def short_tokens(head_dim: int) -> int:
-    """The longest context that counts as short: its keys fit the registers of all splits, in two-byte numbers.
+    """Return the longest context that counts as short: its two-byte keys fit in the registers of all splits.
 
-    Where programs are many there are fewer splits, which look at the rest in a loop.
+    With many programs there are fewer splits, which read the rest in a loop.
     """
     return SHORT_SPLITS * RESIDENT_TILES * _short_keys(head_dim)
 
 
 def short_splits(programs: int, processors: int) -> int:
-    """The most splits of short contexts: two programs a processor, as long as that leaves a few.
+    """Return the most splits of short contexts: two programs a processor, but at least _MIN_SHORT_SPLITS.
 
     Args:
         programs: of one split.
@@ -138,7 +138,7 @@ def short_splits(programs: int, processors: int) -> int:
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:
-    """The tile of the deterministic mode: few tokens, since each follows its own path behind the context."""
+    """Return the tile of the deterministic mode: few tokens, since each follows its own path after the context."""
     if dtype == torch.float32:
         return _exact_config(group)
     rows = max(16, power_of_two(group))
@@ -146,7 +146,7 @@ def path_config(group: int, dtype: torch.dtype) -> TileConfig:
 
 
 def prefill_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for prompts."""
+    """Return the tile for prompts."""
     if dtype == torch.float32:
         return _exact_config(group)
     if head_dim > 128:
@@ -155,17 +155,17 @@ def prefill_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def _exact_config(group: int) -> TileConfig:
-    """Products of float32 run outside the tensor cores: a small tile is all that the registers hold."""
+    """Return the tile for float32, whose products do not use tensor cores: registers hold only a small tile."""
     return TileConfig(max(16, power_of_two(group)), 32, 4, 2)
 
 
 def choose_splits(
     num_tokens: int, num_rows: int, max_row_tokens: int, num_heads: int, num_kv_heads: int, processors: int
 ) -> int:
-    """The most splits of a row's keys; short contexts use fewer. All programs of a round run at the same time.
+    """Return the most splits of a row's keys, such that all programs of a round run at the same time.
 
-    One program a processor, or up to 16 splits with as many programs as fit a processor: three of small tiles, two of
-    others.
+    That is one program a processor, or up to 16 splits with as many programs as fit on a processor: three with small
+    tiles, two with others. Short contexts use fewer splits.
     """
     group = num_heads // num_kv_heads
     row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
@@ -176,9 +176,9 @@ def choose_splits(
 
 
 def exclusive_splits(programs: int, rows: int, num_splits: int, processors: int) -> int:
-    """How many of the splits take part in contexts that are not long: as many as have processors to themselves.
+    """Return how many splits take part in contexts that are not long: as many as have processors to themselves.
 
-    Of small tiles all do: one alone leaves its processor idle when it waits.
+    With small tiles all take part: a program alone leaves its processor idle while it waits.
 
     Args:
         programs: of one split.
@@ -190,16 +190,16 @@ def exclusive_splits(programs: int, rows: int, num_splits: int, processors: int)
 
 
 def mean_row_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int) -> int:
-    """Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once."""
+    """Return the tiles that rows of equal length fill. Nearly all other tiles of a launch end immediately."""
     return max_tiles(num_tokens, num_rows, mean_row_tokens(num_tokens, num_rows, max_row_tokens), tile_tokens)
 
 
 def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int, padding: bool = False) -> int:
-    """The most tiles that `num_tokens` tokens in `num_rows` rows can take, with those of padding tokens if asked."""
+    """Return the most tiles of `num_tokens` tokens in `num_rows` rows, with tiles of padding tokens if `padding`."""
     of_rows = num_rows * ceil_div(max_row_tokens, tile_tokens)
     if padding:
         of_rows += ceil_div(num_tokens, tile_tokens)
         num_rows += 1
-    # A row's first token takes a tile, and then every `tile_tokens` more.
+    # A row takes a tile for its first token, and another one for every `tile_tokens` more.
     busy = min(num_rows, num_tokens)
     return min(of_rows, busy + (num_tokens - busy) // tile_tokens)

@@ -1,4 +1,4 @@
-"""Blocks of a block head on a device: their roots found and laid out, and what they say kept and read."""
+"""Blocks of a block head on a device: find their roots, lay them out, and store and read their guesses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from kernels.launch import backend
 
 
 def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Tensor) -> tuple[Tensor, BlockRoots]:
-    """Find what a step takes of features that came, and the roots of blocks among that. One launch.
+    """Find the tokens of a step that take a feature of the target, and the roots of blocks among them. One launch.
 
     Args:
-        step: M places; of each row one at most has a feature that came and a base, its root.
+        step: M places; at most one of each row has both a given feature and a base: the row's root.
         rows: the burst's, B.
-        first_given: `step.sources` from here on are features that came.
-        injected: int8 [T, R], contiguous, written: 1 at tree slots of the step that get keys of such a feature, else 0.
+        first_given: `step.sources` from this on are given features, which the target computed.
+        injected: int8 [T, R], contiguous, written at the tree slots of the step: 1 where the slot gets keys of a given
+            feature, otherwise 0.
 
     Returns:
-        int32 [M], KV slots of the tokens with such a feature, -1 for others; and the roots.
+        int32 [M], KV slots of the tokens with a given feature, -1 for others; and the roots.
 
     Raises:
         ValueError: `injected` does not fit.
@@ -32,7 +33,7 @@ def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Te
 
 
 def forget_injected(step: StepTokens, injected: Tensor) -> None:
-    """The tree slots of a step hold no keys of features. One launch. See `find_roots`."""
+    """Clear `injected` at the tree slots of a step, which hold no keys of features. One launch. See `find_roots`."""
     _check_injected(injected)
     backend(injected, "blocks").forget_injected(step, injected)
 
@@ -40,16 +41,16 @@ def forget_injected(step: StepTokens, injected: Tensor) -> None:
 def lay_out_blocks(
     roots: BlockRoots, plan: RegionPlan, region: int, size: int, mask_token: int, seen: tuple[Tensor, Tensor] | None
 ) -> BlockLayout:
-    """Lay blocks out, in new tensors. One launch.
+    """Lay out blocks in new tensors. One launch.
 
     Args:
-        roots: R of them.
-        plan: where tree slots lie; the scratch of a row's block follows its `region` tree slots.
+        roots: of R requests.
+        plan: where tree slots lie; scratch slots for a row's block follow its `region` tree slots.
         region: a multiple of 32.
         size: places of a block, S.
-        mask_token: id of all but the first.
-        seen: int32 [M, region / 32], of each of `roots.token_ids` the tree slots that it sees, and `injected` as
-            `find_roots` has it: blocks see what is in both. None: they see no tree slot.
+        mask_token: token id of all places but the first.
+        seen: int32 [M, region / 32], the tree slots that each of `roots.token_ids` sees, and `injected` of
+            `find_roots`: blocks see the tree slots that are in both. None: they see no tree slot.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -77,13 +78,14 @@ def lay_out_blocks(
 
 
 def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
-    """Keep what R blocks say. One launch.
+    """Store the guesses of R blocks. One launch.
 
     Args:
-        blocks: written; of G guesses.
-        where: int [R], their requests; negative for padding.
+        blocks: written; G guesses a request.
+        where: int [R], the blocks' requests; negative for padding.
         positions: int [R], of the roots.
-        rows: [R * G, hidden], contiguous; so are `logits` float32 [R * G, vocab_size].
+        rows: [R * G, hidden], contiguous.
+        logits: float32 [R * G, vocab_size], contiguous.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -97,12 +99,12 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
 
 
 def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Tensor | None = None) -> Tensor:
-    """Logits float32 [M, vocab_size] of nodes' places, -inf outside of the block. One launch.
+    """Return the logits at the nodes' places, float32 [M, vocab_size]; -inf outside the block. One launch.
 
     Args:
-        where: int [M], their requests; negative for padding.
-        positions: int [M], their own.
-        added: float32 [M, vocab_size], contiguous, added to them.
+        where: int [M], the nodes' requests; negative for padding.
+        positions: int [M], of the nodes.
+        added: float32 [M, vocab_size], contiguous, added to the logits.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -118,21 +120,21 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
 def read_inputs(
     blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor
 ) -> Tensor:
-    """What a sequential part reads of nodes: memory, embedding and row, side by side. One launch.
+    """Return the inputs of a sequential part for nodes: memory, embedding and row, side by side. One launch.
 
     Args:
-        memory: [M, state_size] of the rows' dtype, rows may be strided; zeros are taken for it where the node is the
-            block's root.
-        tokens: int [M], ids of the nodes' own tokens.
+        memory: [M, state_size] of the rows' dtype, rows may be strided; zeros replace it where the node is the block's
+            root.
+        tokens: int [M], token ids of the nodes.
         embedding: [ids, rank] of the rows' dtype, contiguous.
 
-    For the rest see `read_logits`. Outside of the block the row is that of the nearest place.
+    For the rest see `read_logits`. Outside the block the row of the nearest place is taken.
 
     Returns:
         [M, state_size + rank + hidden].
 
     Raises:
-        ValueError: dtypes that differ.
+        ValueError: the dtypes differ, or the embedding is not contiguous.
     """
     if not memory.dtype == embedding.dtype == blocks.rows.dtype or not embedding.is_contiguous():
         raise ValueError(f"memory {memory.dtype} and embedding {embedding.dtype} for rows {blocks.rows.dtype}")

@@ -1,6 +1,6 @@
-"""Processes that compile kernels for another one: Triton's compiler holds a process's interpreter most of the time.
+"""Processes that compile kernels for a parent process, since Triton's compiler holds the GIL most of the time.
 
-The other process finds what they compile in Triton's cache on disk, and the launchers that a C compiler makes.
+The parent finds the kernels, and the launchers that a C compiler makes, in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_WORKERS = 16
 _LEAST_CORES = 4
-"""With fewer there is nothing to gain."""
+"""With fewer cores there is nothing to gain."""
 
 
 class CompileJob(NamedTuple):
@@ -35,8 +35,8 @@ class CompileJob(NamedTuple):
     module: str
     name: str
     key: str
-    """The function's part of the cache's key. Triton's own depends on which functions had theirs made before: constants
-    of a callee count if the callee came first."""
+    """The function's part of the cache key. It is sent along because Triton's depends on the order in which keys are
+    made: constants of a callee count only if the callee's key came first."""
     signature: Any
     constexprs: Any
     attrs: Any
@@ -46,17 +46,17 @@ class CompileJob(NamedTuple):
 
     @classmethod
     def parse(cls, line: bytes) -> CompileJob:
-        """A job from its line. Raises ValueError or SyntaxError for what no literal tells."""
+        """Parse a job from its line. Raises ValueError or SyntaxError if the line is not made of literals."""
         return cls(*ast.literal_eval(line.decode()))
 
     def line(self) -> bytes:
-        """The job as a line of literals. Raises what `parse` does."""
+        """Return the job as a line of literals. Raises the errors of `parse` if the line cannot be parsed again."""
         line = repr(tuple(self)).encode() + b"\n"
         self.parse(line)
         return line
 
     def compile(self) -> None:
-        """Compile it, and leave it in Triton's cache."""
+        """Compile the variant into Triton's cache."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -75,8 +75,8 @@ class CompileJob(NamedTuple):
 
 
 def _make_launcher(source: Any) -> None:
-    """Have the launcher of a kernel with this signature compiled, unless Triton's cache has it."""
-    # Without success the other process makes it. It fails at what only a compiled kernel tells, when all is done.
+    """Compile the launcher of a kernel with this signature, unless Triton's cache has it."""
+    # If this fails, the parent compiles the launcher. It also fails, lacking a compiled kernel, once that is done.
     with suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
 
@@ -84,7 +84,7 @@ def _make_launcher(source: Any) -> None:
 
 
 class _Workers:
-    """Processes that begin with the first job; each does one at a time."""
+    """Processes that start with the first job; each does one job at a time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -94,25 +94,25 @@ class _Workers:
         self._num_ready = 0
         self._has_begun = False
         self._num_left = 0
-        """Processes that are ready or may still become it."""
+        """Processes that are ready or may still become ready."""
         self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
-        """Of those that are ready; None once all of them are gone."""
+        """Ready processes without a job; None once all processes are gone."""
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="compile-ahead")
         self._told: dict[bytes, Future[None]] = {}
-        """Jobs that are done ahead, by their lines."""
+        """Jobs compiled ahead, by their lines."""
 
     def tell(self, job: CompileJob) -> None:
-        """Have a job done, without waiting for it. Raises ValueError or SyntaxError for one that cannot be told."""
+        """Start a job without waiting for it. Raises ValueError or SyntaxError for one that literals cannot express."""
         line = job.line()
         self._begin()
         if line not in self._told:
             self._told[line] = self._threads.submit(self._do, line)
 
     def do(self, job: CompileJob) -> None:
-        """Have a job done, and wait for it. One that was not told before has no effect while no process is ready.
+        """Run a job and wait for it. Does nothing if no process is ready, unless `tell` has started the job.
 
-        Raises ValueError or SyntaxError for one that cannot be told, OSError for a process that is gone, and
-        RuntimeError with what the compiler says.
+        Raises ValueError or SyntaxError for a job that literals cannot express, OSError if the process is gone, and
+        RuntimeError with the compiler's message.
         """
         line = job.line()
         self._begin()
@@ -141,7 +141,7 @@ class _Workers:
             if self._has_begun:
                 return
             self._has_begun = True
-            # With fewer, or none, the others and this process compile more.
+            # With fewer processes, or none, the others and the parent compile more.
             with suppress(OSError):
                 while len(self._processes) < self._count:
                     self._processes.append(_start_process())
@@ -153,7 +153,7 @@ class _Workers:
             thread.start()
 
     def _await(self, process: subprocess.Popen[bytes]) -> None:
-        """Take a process up once it has imported what it needs."""
+        """Make a process available once it has imported its modules."""
         if process.stdout is not None and process.stdout.readline():
             with self._lock:
                 self._num_ready += 1
@@ -169,12 +169,12 @@ class _Workers:
                 self._idle.put(None)
 
     def end(self) -> None:
-        """End the processes, and with them what was told and is not wanted any more."""
+        """End the processes, and drop jobs that are not done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            # What was to be written to one that is gone cannot be.
+            # Closing the pipe of a process that is gone fails if there is something left to write.
             with suppress(BrokenPipeError), process:
                 pass
 
@@ -184,9 +184,9 @@ _workers: _Workers | None = None
 
 @contextmanager
 def compile_aside() -> Iterator[None]:
-    """Variants of kernels that are launched meanwhile, in several threads, are compiled on as many cores.
+    """Compile variants of kernels that several threads launch in this context on as many cores.
 
-    Without effect for those that Triton's cache has, and where there are few cores.
+    Has no effect for variants in Triton's cache, or if there are few cores.
     """
     global _workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -202,11 +202,11 @@ def compile_aside() -> Iterator[None]:
 
 
 def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bool = False) -> bool:
-    """See to it that Triton's cache has a variant of a kernel, if it is a time to compile aside.
+    """Within `compile_aside`, make sure that Triton's cache has a variant of a kernel.
 
-    `variant`: constexprs, options and attributes. It is compiled in this process, as ever, where that fails, and while
-    other processes import the compiler. `ahead`: without waiting, which a later call for the same variant does. Returns
-    whether the cache lacked it, and others compile it.
+    `variant`: constexprs, options and attributes. If this fails, and while other processes import the compiler, the
+    caller compiles the variant as usual. `ahead`: do not wait; a later call for the same variant does. Returns whether
+    the cache lacked the variant and other processes compile it.
     """
     workers = _workers
     if workers is None:
@@ -220,14 +220,14 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bo
         told = (function.module, function.__name__, function.cache_key)
         job = CompileJob(*told, signature, constexprs, attrs, vars(options), where)
         (workers.tell if ahead else workers.do)(job)
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # the caller can always compile by itself
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
         return False
     return True
 
 
 def compiles_aside() -> bool:
-    """Whether other processes compile, within `compile_aside`."""
+    """Whether other processes compile, i.e. a `compile_aside` is active."""
     return _workers is not None
 
 
@@ -242,7 +242,7 @@ def _is_cached(source: Any, backend: Any, options: Any) -> bool:
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes) -> str:
-    """What the compiler says against a job; empty where it is done. Raises OSError for a process that is gone."""
+    """Return the compiler's error for a job, empty on success. Raises OSError if the process is gone."""
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise OSError("a process that compiles has no pipes")
@@ -261,13 +261,13 @@ def _start_process() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        # An interrupt from a terminal is for the other process, whose end ends this one.
+        # An interrupt from a terminal is meant for the parent, whose end ends this process.
         start_new_session=True,
     )
 
 
 def work(jobs: IO[bytes], results: IO[bytes]) -> None:
-    """Compile what the other process asks for, until it ends; a first line says that this may begin."""
+    """Write an empty line when ready, then compile the parent's jobs until it ends."""
     import kernels.jit
 
     for module in pkgutil.iter_modules(kernels.jit.__path__, "kernels.jit."):
@@ -278,14 +278,14 @@ def work(jobs: IO[bytes], results: IO[bytes]) -> None:
         answer = ""
         try:
             CompileJob.parse(line).compile()
-        except Exception as error:  # told; the other process meets the same one if there is no way around
+        except Exception as error:  # reported; the parent gets the same error if it needs the variant
             answer = f"{type(error).__name__}: {error}".replace("\n", " ")
         results.write(answer.encode() + b"\n")
         results.flush()
 
 
 if __name__ == "__main__":
-    # What compilers print must not be taken for an answer.
+    # Output of compilers must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     work(sys.stdin.buffer, answers)

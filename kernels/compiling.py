@@ -1,4 +1,4 @@
-"""How Triton's kernels are loaded: by several threads at once, and with how much of L1 as shared memory."""
+"""Loading of Triton's kernels: by several threads at once, and with more of L1 as shared memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kernels.compile_workers import compiles_aside, prepare
 _patch_lock = threading.Lock()
 _load_lock = threading.RLock()
 _init_locks = tuple(threading.RLock() for _ in range(64))
-"""Threads wait for each other only if they are about to make the same kernel ready, or one that shares its lock."""
+"""Locks by kernel: threads wait for each other only if they initialize the same kernel or kernels that share a lock."""
 _VARIANT = ("self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup")
-"""What Triton's method that compiles a variant of a kernel takes."""
+"""Parameters of Triton's method that compiles a variant of a kernel."""
 _compile_locks: dict[tuple[int, str], threading.Lock] = {}
-"""By function and variant."""
+"""Locks by function and variant."""
 
 
 def allow_threads() -> bool:
     """Patch Triton so that several threads may launch kernels for the first time at once.
 
-    False if there is no Triton, or one whose workings are not those that are known here: launch in one thread then.
+    Returns False if Triton is missing or its internals are not the expected ones; then launch kernels in one thread.
     """
     try:
         from triton.compiler import CompiledKernel
@@ -62,7 +62,7 @@ def _is_known(kernel: Any, build: Any, function: Any) -> bool:
 
 
 def _serialize_loads(build: Any) -> None:
-    """Have C modules loaded one after the other, each into a module object of its own."""
+    """Load C modules one after the other, each into its own module object."""
     load = build._load_module_from_path
 
     def load_locked(name: str, path: str) -> ModuleType:
@@ -75,7 +75,7 @@ def _serialize_loads(build: Any) -> None:
 
 
 def _serialize_init(kernel: Any) -> None:
-    """Have one thread initialize a kernel, while others wait until it has its function on the device."""
+    """Let one thread initialize a kernel while others wait until its function is on the device."""
     init = kernel._init_handles
 
     def init_locked(self: Any) -> None:
@@ -92,7 +92,7 @@ def _serialize_init(kernel: Any) -> None:
 
 
 def _compile_once(function: Any) -> None:
-    """Have one thread compile a variant of a kernel, while others that need it wait: each would take as long."""
+    """Let one thread compile a variant of a kernel while others that need it wait; each would take as long."""
     compile_variant = function._do_compile
 
     def compile_locked(self: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
@@ -101,7 +101,7 @@ def _compile_once(function: Any) -> None:
             if found is not None:
                 return found
             if _told is not None:
-                # A kernel is launched many times; only the first time is worth a look into Triton's cache.
+                # A kernel is launched many times; look into Triton's cache only the first time.
                 if (id(self), key) not in _told:
                     _told[id(self), key] = prepare(self, device, signature, *rest, ahead=True)
                 return None
@@ -112,18 +112,18 @@ def _compile_once(function: Any) -> None:
 
 
 _told: dict[tuple[int, str], bool] | None = None
-"""Function and variant of launches that were left out, while they are, and whether other processes compile them."""
+"""While launches are left out: their functions and variants, and whether other processes compile these."""
 
 
 @contextmanager
 def tell_launches() -> Iterator[Callable[[], int] | None]:
-    """Triton's launches are left out meanwhile, in all threads; variants that its cache lacks are compiled ahead.
+    """Leave out Triton's launches in all threads, and compile variants that its cache lacks ahead.
 
-    What would be launched one after the other is compiled at the same time so. It needs `compile_aside`, and that
-    `allow_threads` has returned True. All but launches runs, over whatever outputs hold that were not written: new
-    tensors hold zeros, which are indices that exist.
+    Kernels that are launched one after the other are thus compiled at the same time. This needs `compile_aside`, and
+    that `allow_threads` has returned True. Everything but launches runs, on outputs that were never written: new
+    tensors hold zeros, which are valid indices.
 
-    Yields what counts the variants that are compiled ahead so far; None where launches happen as ever.
+    Yields a function that counts the variants compiled ahead so far, or None if launches happen as usual.
     """
     global _told
     if not compiles_aside():
@@ -148,7 +148,7 @@ def tell_launches() -> Iterator[Callable[[], int] | None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """New tensors hold zeros."""
+    """Fill new tensors with zeros."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -164,20 +164,20 @@ _EMPTY = frozenset(
 log = logging.getLogger(__name__)
 
 LAYER_KERNELS = frozenset(("_norm_linear", "_cut_linear", "_norm_qkv", "attend_short"))
-"""The launches of a small model's layer in a draft step."""
+"""Kernels of a small model's layer in a draft step."""
 CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
 
 
 def share_l1() -> bool:
-    """Have the kernels of small layers, as far as they are not loaded yet, ask for all of L1 as shared memory.
+    """Make kernels of small layers ask for all of L1 as shared memory, unless they are loaded already.
 
-    A processor has one division at a time. By default that is what each kernel seems to need, and a program that needs
-    another waits until the processor is empty: launches that overlap hold each other up. Other kernels do not overlap
-    as much, and use what is left as a cache.
+    A processor has one division of L1 at a time. By default it follows the needs of each kernel, and a program that
+    needs another division waits until the processor is empty, so overlapping launches delay each other. Other kernels
+    overlap less, and use the rest of L1 as a cache.
 
     Returns:
-        False if there is no Triton, or one that does not tell of the kernels that it loads: all stays as it is then.
+        False if Triton is missing or has no hook for loaded kernels; then nothing changes.
     """
     try:
         from triton import knobs
@@ -189,7 +189,7 @@ def share_l1() -> bool:
 
 
 def _set_all_shared(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
-    """Called by Triton when it has loaded a kernel. Without the attribute the kernel is slower, not wrong."""
+    """Set the attribute on a kernel that Triton has just loaded. Without it the kernel is slower, not wrong."""
     if name not in LAYER_KERNELS:
         return
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100)

@@ -1,4 +1,4 @@
-"""Norm, activation and rotary positions: what stands between the products of a layer."""
+"""Norms, activations and rotary positions: the operations between the products of a layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kernels.launch import backend, check_head_dim, use_triton
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rows / sqrt(mean(rows^2) + eps) * weight for each row, in float32, rounded once.
+    """Return rows / sqrt(mean(rows^2) + eps) * weight for each row, in float32, rounded once.
 
     Args:
         rows: [M, K] of any float dtype; copied first unless they are contiguous.
-        weight: [K]. It may be read before the kernel launched last has ended: it must not be what that one writes.
+        weight: [K]. It may be read before the previous kernel has ended, so that kernel must not write it.
         eps: added to the mean of the squares.
 
     Returns:
@@ -29,11 +29,11 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """stream + part, rounded once, and its `rms_norm`, in one launch.
+    """Return stream + part, rounded once, and the sum's `rms_norm`, in one launch.
 
     Args:
-        stream: [M, K], contiguous, of any float dtype, as `part`.
-        weight: [K], as in `rms_norm`, and `eps`.
+        stream: [M, K], contiguous, of any float dtype; `part` likewise.
+        weight: [K]; see `rms_norm`, also for `eps`.
 
     Returns:
         (sum, its norm), [M, K] each, of the dtype of `stream`.
@@ -48,9 +48,9 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
-    """silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
+    """Return silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
 
-    `gelu`: gelu(gate) in its place, approximated by tanh.
+    With `gelu`, use gelu(gate), approximated by tanh, instead of silu(gate).
 
     Raises:
         ValueError: `gate_up` is not a matrix with an even number of columns.
@@ -62,14 +62,14 @@ def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
 
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """A step of a recurrent cell, in float32, rounded once. One launch.
+    """Compute a step of a recurrent cell in float32, rounded once. One launch.
 
     Args:
-        joint: [M, 3R], contiguous: how much is kept, what is new, and what is said, before their activations.
+        joint: [M, 3R], contiguous: keep gate, new values and output, before their activations.
         memory: [M, R], rows may be strided.
 
     Returns:
-        what is said, tanh(said), and the new memory, sigmoid(keep) * memory + (1 - sigmoid(keep)) * tanh(new), each
+        the output, tanh(output), and the new memory, sigmoid(keep) * memory + (1 - sigmoid(keep)) * tanh(new), each
         [M, R] in the dtype of `joint`.
 
     Raises:
@@ -82,9 +82,9 @@ def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each.
+    """Return cos and sin of positions [M] times `inv_freq` [D / 2], multiplied by `scale`; float32 [M, D / 2] each.
 
-    Pairs of frequency 0 do not turn, and are not scaled.
+    Pairs of frequency 0 are neither rotated nor scaled.
     """
     angles: tuple[Tensor, Tensor] = backend(positions, "elementwise").rotary_angles(positions, inv_freq, scale)
     return angles
@@ -101,16 +101,16 @@ def rope_write(
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate query and key heads; write keys and values to their slots. One launch.
+    """Rotate query and key heads, and write keys and values to their slots. One launch.
 
     Pairs are (i, i + D / 2). All arithmetic is float32, with one rounding at the end.
 
     Args:
         heads: [M, H + 2 * KVH, D], query, then key, then value heads, contiguous; D a power of two, at least 16.
-        cos: float32 [M, D / 2], as sin.
+        cos: float32 [M, D / 2]; `sin` likewise.
         slots: int32 [M]; k and v of a token whose slot is -1 are not written.
-        k_cache: [S, KVH, D] of the heads' dtype or float8_e4m3fn, where what is too large becomes the largest there
-            is; contiguous, written; so is `v_cache`.
+        k_cache: [S, KVH, D] of the heads' dtype or float8_e4m3fn, which clamps larger values to its range; contiguous,
+            written; `v_cache` likewise.
         num_heads: H.
         qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation.
         eps: added to the mean square.
@@ -138,13 +138,13 @@ def write_keys(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate keys; write them and values to their slots, in L layers. One launch. For the rest see `rope_write`.
+    """Rotate keys, and write keys and values to their slots, in L layers. One launch. For the rest see `rope_write`.
 
     Args:
-        heads: [M, L, 2 * KVH, D], of each layer key, then value heads, contiguous.
-        cos: float32 [M, D / 2], as sin.
-        slots: int [M], the same in all layers; -1 for what is not written.
-        k_cache: [L, S, KVH, D]; so is `v_cache`.
+        heads: [M, L, 2 * KVH, D], for each layer key, then value heads; contiguous.
+        cos: float32 [M, D / 2]; `sin` likewise.
+        slots: int [M], the same in all layers; k and v of a token whose slot is -1 are not written.
+        k_cache: [L, S, KVH, D]; `v_cache` likewise.
         k_norm: [L, KVH, D], weights of an RMS norm over each key head before rotation.
         eps: added to the mean square.
 

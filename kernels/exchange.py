@@ -1,20 +1,20 @@
 """Sums and joins over the ranks of a tensor-parallel model, through memory that each rank's device writes directly.
 
 Every rank owns mailboxes [3, world, rows, width], empty at first. In an exchange a rank writes its rows into the
-mailboxes of the others, then waits until its own are full. There are no flags and no fences: a number is its own
-flag, because the bits of -0.0 stand for nothing and are never sent (zeros are sent as +0.0).
+mailboxes of the others, then waits until its own are full. There are no flags and no fences: a number is its own flag,
+because the bits of -0.0 mean "empty" and are never sent (zeros are sent as +0.0).
 
     exchange e      writes and reads turn e % 3, and empties turn (e + 2) % 3 of its own mailboxes, read in e - 1
-    exchange e + 1  another rank may be here as soon as it has what this rank sent in e; it writes turn (e + 1) % 3
-    exchange e + 2  another rank is here only when it has what this rank sent in e + 1, which this rank did after
-                    launch e had ended: the turn that is written now is empty
+    exchange e + 1  another rank may be here as soon as it has this rank's rows of e; it writes turn (e + 1) % 3
+    exchange e + 2  another rank is here only when it has this rank's rows of e + 1, sent after launch e had ended, so
+                    the turn that is written now is empty
 
-So three turns need no barrier at the end. Each row has a counter of its own on the device: launches of different
-numbers of rows may follow each other, and CUDA graphs may be replayed, as long as all ranks launch the same in the same
-order.
+So with three turns no barrier is needed at the end. Each row has its own counter on the device: launches may differ in
+their numbers of rows, and CUDA graphs may be replayed, as long as all ranks launch the same work in the same order.
 
-The sum is taken in float32 in the order of ranks and rounded once, so it has the same bits on every rank and in every
-run. `two_shot` has one rank sum a row and send the sum: fewer bytes for several ranks, one more way, the same bits.
+Sums are computed in float32 in the order of ranks and rounded once, so they have the same bits on every rank and in
+every run. With `two_shot` one rank sums a row and sends the sum: fewer bytes with several ranks, one more trip, the
+same bits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kernels.exchange_state import Mailboxes
 
 
 def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two_shot: bool | None = None) -> Tensor:
-    """The sum of all ranks' `rows`, added to `residual` if there is one.
+    """Return the sum of all ranks' `rows`, added to `residual` if there is one.
 
     Args:
         boxes: of the width and dtype of the rows.
-        rows: [M, width], contiguous: this rank's part. M may be larger than `max_rows`: it takes several launches then.
+        rows: [M, width], contiguous: this rank's part. More than `max_rows` rows take several launches.
         residual: [M, width] of the rows' dtype, the same on all ranks.
-        two_shot: see above; the same on all ranks. By default what is faster.
+        two_shot: see the module; the same on all ranks. By default chosen by `two_shot_pays`.
 
     Returns:
         [M, width]: the same bits on all ranks.
@@ -46,7 +46,7 @@ def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two
 def sum_rows_normed(
     boxes: Mailboxes, rows: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`sum_rows` with a residual, and its RMS norm (kernels.elementwise.rms_norm) by `weight` [width], in one launch.
+    """Return `sum_rows` with a residual, and its RMS norm (see `rms_norm`) with `weight` [width]. One launch.
 
     Returns:
         (stream, normed), [M, width] each.
@@ -57,9 +57,9 @@ def sum_rows_normed(
 
 
 def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
-    """All ranks' `rows` side by side in the order of ranks: [M, columns] to [M, world * columns].
+    """Return all ranks' `rows` side by side in the order of ranks: [M, columns] to [M, world * columns].
 
-    The columns must be a multiple of the mailboxes' width; a row takes as many of their rows as it has widths.
+    `columns` must be a multiple of the mailboxes' width; a row takes columns / width rows of the mailboxes.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -83,10 +83,10 @@ def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
 
 
 def two_shot_pays(num_bytes: int, world: int) -> bool:
-    """Whether messages of so many bytes are better summed by one rank a row, over NVLink.
+    """Whether two shots sum messages of `num_bytes` faster than one, over NVLink.
 
-    One shot sends world - 1 messages, two shots 2 (world - 1) / world. Measured on two H100, the second way takes 2 us,
-    in which 0.5 MiB go over; there both send as much, and two shots are faster from 2 MiB on.
+    One shot sends world - 1 messages, two shots 2 (world - 1) / world. On two H100, the second trip takes 2 us, enough
+    to send 0.5 MiB. With two ranks both ways send equally much, and two shots were faster from 2 MiB on.
     """
     if world == 2:
         return num_bytes >= 2 << 20
@@ -96,7 +96,7 @@ def two_shot_pays(num_bytes: int, world: int) -> bool:
 def _sum(
     boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, two_shot: bool | None
 ) -> tuple[Tensor, Tensor]:
-    """(sum, its norm); the second is the first without a weight."""
+    """Return (sum, its norm); without a weight the second is the first."""
     if rows.dim() != 2 or rows.shape[1] != boxes.width or rows.dtype != boxes.dtype or not rows.is_contiguous():
         raise ValueError(
             f"{rows.dtype} {list(rows.shape)} through mailboxes of {boxes.dtype} and {boxes.width} columns, contiguous"

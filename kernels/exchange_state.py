@@ -1,4 +1,4 @@
-"""Memory of exchanges between ranks: see kernels.exchange."""
+"""Memory for exchanges between ranks; see kernels.exchange."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """A rank's view of the mailboxes of all.
+    """A rank's view of all ranks' mailboxes.
 
-    table: int64 [world], the addresses of each rank's mailboxes, as this device reaches them.
+    table: int64 [world], the address of each rank's mailboxes in this device's address space.
     turns: int32 [max_rows], this rank's counters.
-    failed: int32 [1] on the device: 0, or 1 + a rank that was waited for in vain. Nothing is waited for from then on.
-    report: int32 [1] in pinned memory of the host: the same, to be read at any time.
-    timeout_seconds: after which a rank is not waited for any more. In the interpreter it counts looks.
+    failed: int32 [1] on the device: 0, or 1 + a rank that did not send in time. From then on nothing is waited for.
+    report: int32 [1] in pinned memory of the host: a copy of `failed` that can be read at any time.
+    timeout_seconds: how long to wait for a rank. In Triton's interpreter it counts reads.
     """
 
     rank: int
@@ -35,13 +35,13 @@ class Mailboxes:
     timeout_seconds: float = TIMEOUT_SECONDS
 
     def silent_rank(self) -> int | None:
-        """A rank that did not send in time, if there is one: what was computed since is worthless."""
+        """Return a rank that did not send in time, or None. Everything computed since then is invalid."""
         found = int(self.report[0])
         return found - 1 if found else None
 
 
 def mailbox_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
-    """Size of a rank's mailboxes. Raises ValueError for more than the kernels can count, or another dtype."""
+    """Return bytes of a rank's mailboxes. Raises ValueError if they exceed the kernels' limit, or for other dtypes."""
     places = NUM_TURNS * world * max_rows * width
     if places >= 1 << 31:
         raise ValueError(
@@ -53,6 +53,6 @@ def mailbox_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> 
 
 
 def empty(memory: Tensor, dtype: torch.dtype) -> None:
-    """Fill mailboxes, uint8 [mailbox_bytes], with what stands for nothing; before any rank writes to them."""
+    """Mark mailboxes, uint8 [mailbox_bytes], as empty; must run before any rank writes to them."""
     word = _WORDS[dtype]
     memory.view(word).fill_(torch.iinfo(word).min)

@@ -1,4 +1,4 @@
-"""How the rows of mixtures of experts are laid out in tiles, and products with them cut into programs."""
+"""How the rows of mixtures of experts are laid out in tiles, the units of their products."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MIN_TILE, MAX_TILE = 16, 128
 
 
 def by_expert(rows: Tensor, experts: Tensor, num_out: int, product: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The product of each expert that was woken with the rows of its pairs, where the host knows which these are.
+    """Multiply the rows of each expert's pairs by its weights, if the host knows which experts were chosen.
 
     Args:
-        rows: [M, I], the tokens' rows, or [P, I], one a pair.
-        experts: [M, K] of P = M * K pairs; those of padding are negative.
-        product: of an expert's number and rows [n, I], [n, num_out].
+        rows: [M, I], one row a token, or [P, I], one row a pair.
+        experts: [M, K] of P = M * K pairs; negative for padding.
+        product: returns [n, num_out] for an expert's number and rows [n, I].
 
     Returns:
         [P, num_out] in the dtype of `rows`; zeros for pairs of padding.
@@ -46,7 +46,7 @@ class Gating:
     shift: float = 0.0
 
     def for_kernels(self) -> tuple[float | None, float | None, float | None]:
-        """alpha, limit and shift, None for those that change nothing, which kernels are compiled without."""
+        """Return alpha, limit and shift; None for values that change nothing, which kernels are compiled without."""
         alpha, limit = None if self.alpha == 1.0 else self.alpha, None if self.limit == inf else self.limit
         return alpha, limit, self.shift or None
 
@@ -56,15 +56,15 @@ SWIGLU = Gating()
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where the rows of M tokens go. Pairs of one expert fill tiles of `tile` places; the rest of its last stays empty.
+    """Where the rows of M tokens go. An expert's pairs fill tiles of `tile` places; its last tile may be partly empty.
 
     Attributes:
         experts: int32 [M, K], each token's experts, the likeliest first; -1 for a token that is padding.
-        weights: float32 [M, K], what their results count.
-        tile_experts: int32 [T], the expert of each tile, in rising order where there are more tokens than one; -1 for
-            those behind the last one. T is the most that M tokens can fill, and 0 where torch computes the products.
+        weights: float32 [M, K], weights of the experts' results.
+        tile_experts: int32 [T], the expert of each tile, ascending if there is more than one token; -1 for unused
+            tiles, which come last. T is the most tiles that M tokens can fill, and 0 where torch computes the products.
         places: int32 [T * tile], the pair at each place; -1 for an empty one.
-        num_places: int32 [1], those in tiles that have an expert.
+        num_places: int32 [1], places in tiles that have an expert.
         tile: places in a tile.
     """
 
@@ -77,12 +77,12 @@ class Routes:
 
 
 def tile_of(num_tokens: int, num_active: int, num_experts: int) -> int:
-    """Places in a tile for so many tokens: about as many as an expert has pairs where all are woken alike."""
+    """Return the places of a tile: about as many as an expert has pairs if all experts are chosen equally often."""
     share = power_of_two(ceil_div(num_tokens * num_active, num_experts))
     return min(max(share, MIN_TILE), MAX_TILE)
 
 
 def max_tiles(num_tokens: int, num_active: int, num_experts: int, tile: int) -> int:
-    """Tiles that so many tokens fill at most."""
+    """Return the most tiles that `num_tokens` tokens fill."""
     pairs = num_tokens * num_active
     return min(pairs, num_experts + pairs // tile)

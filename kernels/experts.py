@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts each token wakes, and products of its row with the weights of each of them.
+"""Mixtures of experts: choose experts for each token, and multiply its row by the weights of each of them.
 
-Everything happens on the device and in shapes that follow from the number of tokens alone, so that it can be captured
-in a CUDA graph. A pair is a token and one of its experts: pair t * K + k is token t's k-th of K.
+Everything happens on the device, in shapes that depend only on the number of tokens, so it can be captured in a CUDA
+graph. A pair is a token and one of its experts: pair t * K + k is token t with the k-th of its K experts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kernels.quant_weight import QuantWeight
 
 
 def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None, tile: int = 0) -> Routes:
-    """The `num_active` experts of largest logits for each token, and the order in which products take them.
+    """Choose the `num_active` experts with the largest logits for each token, and lay out their pairs for products.
 
-    Weights are the softmax over all experts' logits, or, where `normed`, over those of the chosen ones. Among equal
-    logits the lower number is first; one that is not a number counts as the lowest.
+    Weights are the softmax over all experts' logits or, if `normed`, over the logits of the chosen experts. Among equal
+    logits the lower expert number comes first; NaN counts as the lowest logit.
 
     Args:
         logits: float32 [M, E], contiguous.
         num_active: K, 1 to E.
         normed: whether a token's weights add up to one.
-        slots: int32 [M]; tokens whose slot is negative are padding and wake no expert.
-        tile: places in a tile; 0: as many as `expert_linear` takes.
+        slots: int32 [M]; tokens whose slot is negative are padding and get no expert.
+        tile: places in a tile; 0 for the default size (`tile_of`).
 
     Raises:
         ValueError: the shapes do not fit, or there are more than MAX_EXPERTS.
@@ -43,14 +43,14 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
 
 
 def in_tiles(routes: Routes, num_experts: int, tile: int) -> Routes:
-    """The same with other tiles."""
+    """Return the same routes laid out in tiles of `tile` places."""
     from kernels.jit import experts as jit
 
     return jit.in_tiles(routes, num_experts, tile)
 
 
 def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
-    """The gating of gate and up [P, 2F], in float32 and rounded once: [P, F] of the same dtype; see `expert_linear`."""
+    """Apply `gating` to gate and up [P, 2F] in float32, rounded once: [P, F] of the same dtype. See `expert_linear`."""
     gated: Tensor = backend(gate_up, "experts").gate(gate_up, gating, interleaved)
     return gated
 
@@ -64,21 +64,21 @@ def expert_linear(
     gating: Gating | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """For each pair, its row @ weight[expert]^T + bias[expert], accumulated in float32 and rounded once.
+    """For each pair, compute its row @ weight[expert]^T + bias[expert], accumulated in float32 and rounded once.
 
-    The result of a pair depends on its row, on its expert and on M alone.
+    The result of a pair depends only on its row, its expert and M.
 
     Args:
-        rows: [M, I], the tokens' rows, or [M * K, I], one a pair; contiguous, of any float dtype.
-        weight: [E, O, I], contiguous, of the same dtype, or a QuantWeight whose parts have E in front; [E, 2F, I] with
-            `gating`.
-        routes: of `route`.
+        rows: [M, I], one row a token, or [M * K, I], one row a pair; contiguous, of any float dtype.
+        weight: [E, O, I], contiguous, of the same dtype, or a QuantWeight whose tensors have a leading dimension E;
+            [E, 2F, I] with `gating`.
+        routes: as `route` returned them.
         bias: [E, O] or None, contiguous.
-        gating: the product is gate and up, and the result the gating of them, [M * K, F].
-        interleaved: gate and up rows take turns, gate first; otherwise all gate rows come before all up rows.
+        gating: the product holds gate and up, and the result is their gating, [M * K, F].
+        interleaved: gate and up rows alternate, gate first; otherwise all gate rows come before all up rows.
 
     Returns:
-        [M * K, O or F] in the dtype of `rows`; rows of pairs of padding hold anything.
+        [M * K, O or F] in the dtype of `rows`; rows of padding pairs are undefined.
 
     Raises:
         ValueError: the shapes or dtypes do not fit.
@@ -106,7 +106,7 @@ def expert_linear(
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
-    """residual [M, H] plus the weighted sum of each token's pairs [M * K, H], in float32, rounded once.
+    """Return residual [M, H] plus the weighted sum of each token's pairs [M * K, H], in float32, rounded once.
 
     Raises:
         ValueError: the shapes or dtypes do not fit.

@@ -1,4 +1,4 @@
-"""A burst of draft steps on the device: choose a step's nodes, lay them out for attention, store their children."""
+"""Bursts of draft steps on the device: choose a step's nodes, lay them out for attention, store their children."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_WIDTH = 256
 
 
 def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
-    """Seeds enter the pool, and slot masks forget what is no longer live. One launch.
+    """Copy the seeds into the pool, and clear tree slots that are no longer live from the slot masks. One launch.
 
     Args:
         header: int32 [4] of step, number of seeds, floor (bits of a float32), unused.
         seeds: int32 [8, max_seeds], fields as in the pool.
         pool: its seeds are overwritten.
-        rows: of the burst; slot_masks of their table rows are cut to `live`. Padding rows have nothing live.
+        rows: of the burst; slot masks of their table rows keep only bits in `live`. Padding rows have nothing live.
         plan: where slot masks lie.
 
     Raises:
@@ -43,21 +43,21 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
 def reroot_pool(
     header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
 ) -> None:
-    """Give requests of a running burst new roots: entries that are not below them leave the pool. One launch.
+    """Give requests of a running burst new roots, and remove entries that are not below them. One launch.
 
-    Of a row with a new root three kinds of entries stay: those whose parent sees the root's tree slot, the root's own
-    children among them, and the root itself if it was not run. Their path scores, and what their candidates count from,
-    go up to be the new root's, at most 0. Any row may get more tree slots, which lie behind those it has.
+    A row with a new root keeps the entries whose parent sees the root's tree slot (the root's own children included),
+    and the root itself if it has not run. The new root's path score is subtracted from SCORE and BASE of these entries,
+    which stay at most 0. Any row may get more tree slots, which are appended to those it has.
 
     Args:
         header: see begin_burst.
-        pool: forced entries of rows with a new root must have been run.
-        rows: num_free goes up.
+        pool: forced entries (with a fixed SLOT) of rows with a new root must have been run.
+        rows: num_free and free are updated.
         plan: where slot masks lie.
-        reroots: int32 [B, 4 + R], of each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of
+        reroots: int32 [B, 4 + R], for each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of
             a new root that has no index in this pool, NOT_HERE if nothing is below it, or -1; SHIFT: the new root's
-            path score, bits of a float32; NUM_NEW_SLOTS, and that many tree slots behind. A row with -1 twice has its
-            root still.
+            path score, bits of a float32; NUM_NEW_SLOTS, followed by that many tree slots. A row with -1 in both of the
+            first two keeps its root.
         step_size: entries that a step adds to the pool.
 
     Raises:
@@ -71,13 +71,12 @@ def reroot_pool(
 
 
 def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
-    """Further seeds enter the pool of a burst that goes on, behind those it has. One launch.
+    """Append seeds to the pool of a running burst. One launch.
 
     Args:
         pool: its seeds from FIRST_SEED on are overwritten.
-        seeds: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_NEW_SEEDS, E at most; two words that do
-            not count; then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_NEW_SEEDS is at most
-            max_seeds.
+        seeds: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_NEW_SEEDS, at most E; two unused words;
+            then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_NEW_SEEDS is at most max_seeds.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -92,13 +91,13 @@ def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
 def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """Fill `step.order` with the best M entries of the pool, the best first, ties to the lower index. One launch.
 
-    Entries below the floor or used up, and those that need a tree slot of a row that has no free one left, do not
-    count. `step.order` must be all -1 before; `place_entries` leaves it so. The time that it takes hardly depends on
-    the entries that do not count.
+    Entries that are below the floor or used up are skipped, and so are entries that need a tree slot in a row without a
+    free one. `step.order` must be all -1 on entry; `place_entries` leaves it so. The run time hardly depends on how
+    many entries are skipped.
 
     Args:
-        header: see begin_burst; of the pool, the candidates of steps before the header's count.
-        pool: the candidates of step s begin at max_seeds + s * M * branching. At most MAX_ENTRIES.
+        header: see begin_burst; only seeds and candidates of steps before the header's step are considered.
+        pool: candidates of step s begin at max_seeds + s * M * branching. At most MAX_ENTRIES entries.
         branching: candidates of a node.
 
     Raises:
@@ -117,10 +116,10 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
 def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """Give the chosen entries tree slots and lay them out row by row, in their order within a row. One launch.
 
-    Fills all of `step`, takes its entries out of the pool, notes their tree slots there, stores their slot masks and
-    raises the rows' next_free. An entry without a fixed slot takes the next free one of its row; the
-    rest of the row is left out when there is none. Under a plan with `lag`, an entry that needs the feature of a parent
-    in the same step waits for the next one, and so do those below it.
+    Fills all of `step`, marks its entries as used up in the pool, records their tree slots there, stores their slot
+    masks and raises the rows' next_free. An entry without a fixed slot takes the next free one of its row; once none is
+    left, such entries of the row are left out. If the plan has a `lag`, an entry that needs the feature of a parent in
+    the same step waits for the next step, and so do the entries below it.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -136,15 +135,15 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
 def append_candidates(
     header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
-    """A step's candidates join the pool and the results; the header's step goes up by one. One launch.
+    """Add a step's candidates to the pool and the results, and increment the header's step. One launch.
 
-    Nothing happens from step S on.
+    Does nothing from step S on.
 
     Args:
-        tokens: int32 [M, k], target ids of the candidates of each place; -1 for none.
+        tokens: int32 [M, k], the target's token ids of the candidates of each place; -1 for none.
         scores: float32 [M, k], their edge scores, at most 0.
-        results: int32 [S, M * (2 + 2 * k)], of which the header's step is written: picked [M], slots [M],
-            tokens [M, k], scores [M, k] (bits); -1, -1, -1 and -inf where there is nothing.
+        results: int32 [S, M * (2 + 2 * k)]; the row of the header's step is written: picked [M], slots [M], tokens [M,
+            k], scores [M, k] (bits); -1, -1, -1 and -inf where there is nothing.
 
     Raises:
         ValueError: shapes that do not fit.

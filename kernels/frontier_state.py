@@ -1,4 +1,4 @@
-"""Device memory of drafting: a burst's candidates, requests and tokens, block heads' blocks, trees grown in a round."""
+"""Device memory of drafting: a burst's candidates, requests and tokens, blocks of block heads, grown trees."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ NUM_FIELDS = 8
 STEP, NUM_SEEDS, FLOOR = range(3)
 HEADER_WORDS = 4
 
-# Words of each row of new roots, in front of its new tree slots.
+# Words of each row of new roots, before its new tree slots.
 NEW_ROOT, NEW_ROOT_SLOT, SHIFT, NUM_NEW_SLOTS = range(4)
 REROOT_WORDS = 4
 NOT_HERE = -2
-"""In place of a new root's tree slot: it is not in the pool, and nothing is below it."""
+"""Value of NEW_ROOT_SLOT for a new root that is not in the pool and has nothing below it."""
 
-# Words in front of new seeds, which a burst gets as it goes on; their fields follow.
+# Words before the fields of new seeds, which a running burst gets.
 FIRST_SEED, NUM_NEW_SEEDS = range(2)
 SEED_HEADER_WORDS = 4
 
 MAX_ENTRIES = 1 << 20
-"""Of a pool."""
+"""Most entries of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePool:
-    """Nodes that a burst may run: C entries, seeds first, the candidates of its steps from `max_seeds` on.
+    """Nodes that a burst may run: C entries, seeds first, then from `max_seeds` on the candidates of its steps.
 
     Attributes:
-        entries: int32 [8, C], one row a field. ROW: row of the burst. PARENT: tree slot of the parent, -1 where all
+        entries: int32 [8, C], one row a field. ROW: row of the burst. PARENT: tree slot of the parent, -1 if everything
             before the token is context. TOKEN. POSITION: in the sequence. SLOT: tree slot that the entry must take, -1
-            for any, and, once it was run, the one that it took. FEATURE: row of the given features, -1 for what the
-            parent's step returned. SCORE: path score, bits of a float32, -inf once it is used up. BASE: path score from
-            which its candidates count, likewise.
-        max_seeds: entries of seeds.
+            for any; once it has run, the slot that it took. FEATURE: row of the given features, -1 for the feature that
+            the parent's step returned. SCORE: path score, bits of a float32, -inf once the entry is used up. BASE: path
+            score to which edge scores of its candidates are added, bits of a float32.
+        max_seeds: number of entries for seeds.
     """
 
     entries: Tensor
@@ -50,7 +50,7 @@ class CandidatePool:
 
     @property
     def capacity(self) -> int:
-        """Entries in all, C."""
+        """Number of entries, C."""
         return self.entries.shape[1]
 
 
@@ -59,12 +59,12 @@ class BurstRows:
     """The requests of a burst: B rows with a region of R tree slots each, W = R / 32 words. All int32.
 
     Attributes:
-        table_rows: [B], the row's place in page tables and slot masks; padding rows share one that nobody owns.
+        table_rows: [B], the row's index in page tables and slot masks; padding rows share one that no request owns.
         context_len: [B], KV positions of the context.
         num_free: [B], tree slots that the burst was given.
-        next_free: [B], how many of them are taken; steps raise it.
+        next_free: [B], how many of these tree slots are taken; steps raise it.
         live: [B, W], bit t % 32 of word t // 32 is set where tree slot t holds a live node when the burst begins.
-        free: [B, R], tree slots to take, in this order; what was given as number n lies at n % R.
+        free: [B, R], tree slots in the order in which they are taken; the slot given as number n lies at n % R.
     """
 
     table_rows: Tensor
@@ -75,31 +75,31 @@ class BurstRows:
     free: Tensor
 
     def head(self, num_rows: int) -> BurstRows:
-        """The first `num_rows` rows."""
+        """Return the first `num_rows` rows."""
         return BurstRows(*(getattr(self, name)[:num_rows] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a step: M places, those of a row one after the other, parents before children; padding behind.
+    """The tokens of a step: M places, row by row, parents before children, then padding.
 
     Attributes:
         token_ids: int32 [M], 0 for padding.
         rotary: int32 [M], KV position of the token; 0 for padding.
         rows: int32 [M], row of the burst, -1 for padding.
-        table_rows: int32 [M], the row's place in tables, -1 for padding.
+        table_rows: int32 [M], the row's index in tables, -1 for padding.
         first: int32 [B + 1], where each row's tokens begin.
         kv_slots: int32 [M], -1 for padding.
         mask: int32 [M, W], tree slots that the token sees, itself included; 0 for padding.
         picked: int32 [M], pool index; -1 for padding.
         slots: int32 [M], tree slot; -1 for padding.
         positions: int32 [M], position of the token in the sequence; 0 for padding.
-        bases: float32 [M], path score from which its candidates count; -inf for padding.
+        bases: float32 [M], path score to which edge scores of the token's candidates are added; -inf for padding.
         sources: int64 [M], row of the feature store that the token reads.
         targets: int64 [M], row of the feature store that the step writes.
         order: int32 [M], -1 between steps: pool indices, the best first.
         links: int32 [3, M], scratch.
-        keys: int64 [at least C], scratch of the choice from a pool of C entries.
+        keys: int64 [at least C], scratch for the choice from a pool of C entries.
         tally: int64 [1], 0 between launches.
     """
 
@@ -123,9 +123,9 @@ class StepTokens:
 
     @classmethod
     def new(cls, width: int, num_rows: int, words: int, device: torch.device, capacity: int = 0) -> StepTokens:
-        """Memory for `width` tokens of `num_rows` rows, from pools of at most `capacity` entries.
+        """Return memory for `width` tokens of `num_rows` rows, from pools of at most `capacity` entries.
 
-        References need no `capacity`.
+        Torch references need no `capacity`.
         """
 
         def ints(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -156,14 +156,14 @@ class StepTokens:
 class RegionPlan:
     """Where tree slots and features of all rows lie; the same for every burst.
 
-    Rows of the feature store: one for each tree slot of each of the T table rows, one of zeros, then the given ones.
+    The feature store has a row for each tree slot of each of the T table rows, a row of zeros, then the given features.
 
     Attributes:
         page_tables: int32 [T, P], rows contiguous.
-        slot_masks: int32 [T, R, W], tree slots that a slot's token sees, itself included.
+        slot_masks: int32 [T, R, W], tree slots that the token in a slot sees, its own included.
         page_size: tokens in a page.
         region_base: logical position of tree slot 0, the same in every row.
-        lag: how far a token's KV position lies before its position.
+        lag: a token's position minus its KV position.
     """
 
     page_tables: Tensor
@@ -174,84 +174,83 @@ class RegionPlan:
 
 
 class BlockStore(NamedTuple):
-    """What the blocks of N requests say, G guesses each: of each the last one's places, one behind another.
+    """Guesses of block heads for N requests: the G places of each request's latest block, request by request.
 
     The last request is for padding.
     """
 
     begins: Tensor
-    """int32 [N], the position of the root whose block it is."""
+    """int32 [N], position of the block's root."""
     rows: Tensor
     """[N * G, hidden]."""
     logits: Tensor
-    """float32 [N * G, vocab_size], without what DSPARK's sequential part adds."""
+    """float32 [N * G, vocab_size], without the logits that DSPARK's sequential part adds."""
 
 
 class BlockRoots(NamedTuple):
-    """The roots of the blocks of R requests. Tensors on the device, int32 but for `places`."""
+    """The roots of the blocks of R requests. Tensors on the device, int32 except for `places`."""
 
     token_ids: Tensor
-    """[M], tokens among which the roots are."""
+    """[M], tokens that include the roots."""
     places: Tensor
-    """int32 or int64 [R], which of them; read only where there is a root."""
+    """int32 or int64 [R], index of the root in `token_ids`; read only where there is a root."""
     there: Tensor
     """[R], negative where there is no root."""
     positions: Tensor
-    """[R], in the sequence; 0 where there is no root."""
+    """[R], positions in the sequence; 0 where there is no root."""
     table_rows: Tensor
     """[R]"""
     context_len: Tensor
-    """[R], positions of the context that the block sees, from the first on."""
+    """[R], length of the context that the block sees."""
 
 
 class BlockLayout(NamedTuple):
-    """The places of R blocks of S, one block behind another, W words of mask each. Tensors int32 on the device."""
+    """R blocks of S places each, block by block, with W words of mask a place. int32 tensors on the device."""
 
     tokens: Tensor
     """[R], the roots' token ids; 0 where there is none."""
     rows: Tensor
     """[R], the roots' table rows; -1 where there is none."""
     token_ids: Tensor
-    """[R * S], masks but for the first of each block, which is the root's."""
+    """[R * S], mask tokens, except for the first of each block, which is the root's."""
     positions: Tensor
     """[R * S], in the sequence."""
     first: Tensor
     """[R + 1], where blocks begin."""
     slots: Tensor
-    """[R * S], their scratch; -1 where there is no root."""
+    """[R * S], scratch KV slots; -1 where there is no root."""
     mask: Tensor
-    """[R * S, W], bits of the tree slots that the block sees, if any are given, then those of all its own places."""
+    """[R * S, W], bits of the tree slots that the block sees, if given, then bits of all places of the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens(RoundTokens):
-    """The tokens that a round committed, as a drafter's forward takes them: E slots over the round's B rows.
+    """The tokens that a round committed, laid out for a drafter's forward: E slots over the round's B rows.
 
-    Fields of RoundTokens are int32; `positions` and `cached_len` are places in the drafter's page tables, which may
-    leave out pages of the sequence, each token hangs below the one before it in its row, and `root` is the slot of a
-    row's last token, 0 where it has none.
+    Fields of RoundTokens are int32. `positions` and `cached_len` are places in the drafter's page tables, which may
+    leave out pages of the sequence. Each token's parent is the token before it in its row. `root` is the slot of a
+    row's last token, 0 for rows without tokens.
     """
 
     rotary: Tensor
-    """int32 [E], KV position of the token in the sequence: nothing is left out."""
+    """int32 [E], KV position of the token in the sequence, with no pages left out."""
     context_len: Tensor
-    """int32 [B], places that the row has when these tokens are context; 0 where it has none."""
+    """int32 [B], places of the row once these tokens are context; 0 for rows without tokens."""
 
     sources: Tensor
-    """int64 [E], target KV slot whose feature goes with the token: that of the position before it; `spare` for padding.
-    """
+    """int64 [E], the target's KV slot of the position before the token, whose feature it takes; `spare` for padding."""
     last: Tensor
-    """int64 [B], as `root`."""
+    """int64 [B], same as `root`."""
     draft_rows: Tensor
-    """int32 [B], `table_rows` where the row has tokens, else -1."""
+    """int32 [B], `table_rows` where the row has tokens, otherwise -1."""
     root_positions: Tensor
-    """int32 [B], position in the sequence of the row's last token; 0 where it has none."""
+    """int32 [B], position in the sequence of the row's last token; 0 for rows without tokens."""
 
     _OF_ROWS: ClassVar = RoundTokens._OF_ROWS | {"context_len", "last", "draft_rows", "root_positions"}
 
     @classmethod
     def new(cls, num_tokens: int, num_rows: int, device: torch.device) -> CommittedTokens:
-        """Memory for `num_tokens` tokens of `num_rows` rows."""
+        """Return memory for `num_tokens` tokens of `num_rows` rows."""
         kinds = dict.fromkeys(("sources", "last"), torch.int64)
         sizes = cls.sizes(num_tokens, num_rows).items()
         return cls(**{name: torch.zeros(n, dtype=kinds.get(name, torch.int32), device=device) for name, n in sizes})
@@ -259,12 +258,12 @@ class CommittedTokens(RoundTokens):
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """Nodes that were chosen of the trees grown behind a round.
+    """Chosen nodes of the trees that were grown behind a round.
 
     Attributes:
-        order: int32 [N], pool indices, the best node first, parents before children; -1 behind them.
-        pool: what the trees were grown in; ROW is a row of the tables, BASE holds path scores, SLOT the tree slot of
-            nodes that were run.
+        order: int32 [N], pool indices, the best node first, parents before children; -1 after them.
+        pool: holds the nodes; ROW is a row of the tables, BASE holds path scores, SLOT the tree slot of nodes that were
+            run.
     """
 
     order: Tensor
@@ -272,20 +271,20 @@ class GrownTrees:
 
     @classmethod
     def new(cls, most_nodes: int, device: torch.device) -> GrownTrees:
-        """Memory for so many nodes, none yet."""
+        """Return memory for `most_nodes` nodes, with none chosen."""
         order = torch.full((most_nodes,), -1, dtype=torch.int32, device=device)
         return cls(order, CandidatePool(torch.zeros(NUM_FIELDS, most_nodes, dtype=torch.int32, device=device), 0))
 
 
 @dataclass(frozen=True, slots=True)
 class NodePicker:
-    """Memory for the choice of the best N nodes of a pool, and for the nodes that were chosen, L at most.
+    """Memory to choose the best N nodes of a pool, and for the chosen nodes, at most L.
 
     Attributes:
         trees: the chosen nodes in a pool of their own.
         choice: the choice's scratch: `order` int32 [N], `keys` and `tally`.
-        header: int32 [4], as the choice reads it.
-        rows: under which all nodes may be chosen.
+        header: int32 [4], the header that the choice reads.
+        rows: a row that lets every node be chosen.
     """
 
     trees: GrownTrees
@@ -295,7 +294,7 @@ class NodePicker:
 
     @classmethod
     def new(cls, trees: GrownTrees, num_nodes: int, capacity: int, num_rows: int, floor: float) -> NodePicker:
-        """Memory for the choice of `num_nodes` of pools of `capacity` entries and `num_rows` rows, which go to `trees`.
+        """Return memory to choose `num_nodes` nodes from pools of `capacity` entries and `num_rows` rows into `trees`.
 
         Nodes with path scores below `floor` are not chosen.
         """
@@ -319,10 +318,10 @@ class MergeLimits:
     """Limits on the trees that a round takes. All int32.
 
     Attributes:
-        row_of: [T], the round's row of each row of the tables; -1 where its tree is not wanted.
-        max_nodes: [B], nodes that a row of the round takes at most, beside those that it has.
-        max_depth: [B], how far below the root they may lie.
-        most: [1], how many of the best nodes of all trees are looked at.
+        row_of: [T], the round's row of each row of the tables; -1 if its tree is ignored.
+        max_nodes: [B], most nodes that are added to a row of the round.
+        max_depth: [B], how far below the root grown nodes may lie.
+        most: [1], how many of the best nodes of all trees are considered.
     """
 
     row_of: Tensor

@@ -1,4 +1,4 @@
-"""The folder of what is fetched or compiled once: of models, and of object code for CPUs."""
+"""The folder for what is fetched or compiled once: models, and object code for CPUs."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def outrider_home() -> Path:
-    """$OUTRIDER_HOME, or ~/.cache/outrider. Raises RuntimeError for a home that is not there."""
+    """Return $OUTRIDER_HOME, or ~/.cache/outrider. Raises RuntimeError if the home directory cannot be determined."""
     return Path(os.environ.get("OUTRIDER_HOME") or "~/.cache/outrider").expanduser()

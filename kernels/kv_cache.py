@@ -1,4 +1,4 @@
-"""Page tables, KV slots in all layers, and the device's clock: what a round does beside its forward."""
+"""Page table updates, moves of KV slots, and the device's clock: a round's work beside its forward."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kernels.sampling_state import RoundTokens
 
 
 def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = None, num_sinks: int = 0) -> None:
-    """page_tables[row, place - shifts[row]] = page for each row of `updates`.
+    """Set page_tables[row, place - shifts[row]] = page for each row of `updates`.
 
     Args:
         page_tables: int32 [R, P], written.
-        updates: int32 [U, 3] of (row, place, page); a negative row means nothing. No two name the same place.
-        shifts: int32 [R], pages that each row leaves out; None for none. Where a row leaves out some, its first
-            `num_sinks` are not to be changed, and what is left out means nothing.
+        updates: int32 [U, 3] of (row, place, page); entries with a negative row are ignored. No two set the same place.
+        shifts: int32 [R], number of pages that each row leaves out; None for none. If a row leaves out pages, updates
+            of its first `num_sinks` pages and of the pages left out are ignored.
     """
     backend(page_tables, "kv_cache").update_pages(page_tables, updates, shifts, num_sinks)
 
 
 def stamp(times: Tensor, index: int) -> None:
-    """times[index] = the GPU's clock in nanoseconds when all work queued before is done; int64 [N].
+    """Set times[index], int64 [N], to the GPU's clock in nanoseconds once all work queued before is done.
 
-    On a CPU, and in the interpreter, the host's clock.
+    On a CPU, and in the interpreter, use the host's clock.
     """
     if times.is_cuda:
         from kernels.jit import kv_cache as jit
@@ -47,19 +47,19 @@ def compact(
 ) -> None:
     """Move accepted node k = 0 .. num_tokens[b] - 2 of each row to place root[b] - first[b] + 1 + k of the row.
 
-    All layers in one launch. Nodes lie behind their parents, so none moves down, and what is overwritten has been
-    moved before. Nothing moves in rows that do not sample.
+    One launch for all layers. Nodes lie behind their parents, so no node moves to a higher place, and what is
+    overwritten has already been moved. Nothing moves in rows that do not sample.
 
     Args:
-        k: [L, S, KVH, D], contiguous, moved in place; so is `v`.
+        k: [L, S, KVH, D], contiguous, updated in place; `v` likewise.
         tokens: the round; token i of row b lies at logical position cached_len[b] + i - first[b].
         page_tables: int32 [R, P], rows contiguous.
         accepted: int32 [B, D_max], places of the accepted nodes in the round, parents first; rows contiguous.
-        num_tokens: int32 [B], committed tokens: accepted nodes and one; may be a column of a matrix.
+        num_tokens: int32 [B], committed tokens: the accepted nodes and the bonus token; may be a column of a matrix.
         page_size: tokens in a page.
 
     Raises:
-        ValueError: caches that are not contiguous or differ.
+        ValueError: the caches differ or are not contiguous.
     """
     k, v = _bits(k, v)
     if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
@@ -68,18 +68,18 @@ def compact(
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
-    """Copy what the first slot of each pair holds to the second one, in all layers by one launch.
+    """Copy the first slot of each pair to the second, in all layers, in one launch.
 
-    The order in which pairs are taken is open: no slot may be the target of two, nor the source of one and the target
-    of another. A tree region and contexts share no slot, so moves from the one to the other keep that. Pairs are read
-    on the device, so the launch can be captured; unused ones of a buffer of fixed size are (-1, -1).
+    The order of the copies is undefined: no slot may be the target of two pairs, nor the source of one and the target
+    of another. Moves between a tree region and contexts, which share no slot, meet this. Pairs are read on the device,
+    so the launch can be captured; unused pairs of a buffer of fixed size are (-1, -1).
 
     Args:
-        k: [L, S, KVH, D], contiguous, written in place; so is `v`.
-        moves: int32 [N, 2], contiguous: source and target slot; nothing happens where either is negative.
+        k: [L, S, KVH, D], contiguous, written in place; `v` likewise.
+        moves: int32 [N, 2], contiguous: source and target slot; pairs with a negative slot are skipped.
 
     Raises:
-        ValueError: caches that are not contiguous or differ, or moves that are no pairs.
+        ValueError: the caches differ or are not contiguous, or `moves` does not hold pairs.
     """
     k, v = _bits(k, v)
     if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int32 or not moves.is_contiguous():
@@ -90,7 +90,7 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
 
 
 def _bits(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches that are only copied; torch indexes no eight-bit floats. ValueError: see `compact`."""
+    """View eight-bit caches as bytes for copying: torch cannot index eight-bit floats. ValueError: see `compact`."""
     if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
         raise ValueError("k and v must be contiguous and alike")
     return (k.view(torch.uint8), v.view(torch.uint8)) if k.element_size() == 1 else (k, v)

@@ -1,4 +1,4 @@
-"""Where a kernel runs: Triton on CUDA devices, its interpreter on a CPU when asked for, torch references elsewhere."""
+"""Where a kernel runs: Triton on CUDA devices, its interpreter on a CPU on request, torch references elsewhere."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def backend(tensor: Tensor, name: str) -> Any:
-    """Of the two modules of this name, the one whose functions run on `tensor`'s device."""
+    """Return kernels.jit.`name` or kernels.reference.`name`, whichever runs on `tensor`'s device."""
     return _module("jit" if use_triton(tensor) else "reference", name)
 
 
 @contextmanager
 def triton_on_cpu() -> Iterator[None]:
-    """Run Triton kernels on CPU tensors meanwhile. Needs TRITON_INTERPRET=1 from before triton was first imported."""
+    """Run Triton kernels on CPU tensors in this context. TRITON_INTERPRET=1 must be set before triton is imported."""
     global _interpreting
     before, _interpreting = _interpreting, True
     try:
@@ -36,40 +36,40 @@ def triton_on_cpu() -> Iterator[None]:
 
 
 def supports_pdl(tensor: Tensor) -> bool:
-    """Whether kernels on this device may start before the one before them ends (programmatic dependent launch)."""
+    """Whether a kernel on this device may start before the previous one ends (programmatic dependent launch)."""
     return tensor.is_cuda and _capability(tensor.device.index or 0) >= (9, 0)
 
 
 def starts_early(tensor: Tensor) -> dict[str, bool]:
-    """Options of the launch of a kernel that may start before the one before it ends, where `supports_pdl`."""
+    """Return launch options that let a kernel start before the previous one ends, where `supports_pdl`."""
     pdl = supports_pdl(tensor)
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 def has_wgmma(tensor: Tensor) -> bool:
-    """Whether this device has Hopper's instructions for the products of four warps, which no other has."""
+    """Whether this device has wgmma, Hopper's matrix instructions for four warps, which no other architecture has."""
     return tensor.is_cuda and _capability(tensor.device.index or 0) == (9, 0)
 
 
 def num_processors(where: Tensor | torch.device) -> int:
-    """Streaming multiprocessors of a device, or of a tensor's; a small stand-in for a CPU."""
+    """Return how many streaming multiprocessors a device (or a tensor's device) has; for a CPU a small stand-in."""
     device = where.device if isinstance(where, Tensor) else where
     return _num_processors(device.index or 0) if device.type == "cuda" else 4
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
+    """Return the least power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise ValueError for heads of a size that kernels do not take."""
+    """Raise ValueError for a head size that the kernels do not support."""
     if head_dim < 16 or head_dim != power_of_two(head_dim):
         raise ValueError(f"head_dim must be a power of two from 16 on, got {head_dim}")
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """number / divisor, rounded up."""
+    """Return number / divisor, rounded up."""
     return -(-number // divisor)
 
 

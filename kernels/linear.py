@@ -1,4 +1,4 @@
-"""Products with weights: of few rows, bound by the reading of the weights or by latency, and of more in fp8."""
+"""Products with weights: for few rows, bound by reading the weights or by latency, and for more rows in fp8."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from kernels.reference import linear as reference
 from kernels.ring_configs import RING_WEIGHTS, RingConfig, choose_ring
 
 MAX_FP8_ROWS = 512
-"""Rows up to which `fp8_linear` pays, from more than one launch of `stream_linear` takes: of so many a layer's products
-at 8B shape take an H200 383 us so, and 477 with the weights made wide; of 1,024 759 and 755."""
+"""Most rows for which `fp8_linear` pays, where one launch of `stream_linear` does not suffice. For 512 rows, a layer's
+products at 8B shape take an H200 383 us, and 477 us with dequantized weights; for 1,024 rows 759 and 755."""
 PARTS_TILE = 128
-"""`fp8_linear` gives the library a multiple of so many parts; what those without a row hold is multiplied and never
-read. Of 130, 192 and 256 parts gate and up of an 8B model take an H200 82, 68 and 55 us, of 258 and 384 107 and 80."""
+"""`fp8_linear` pads the parts that it gives the library to a multiple of this; results of the padding are never read.
+Gate and up of an 8B model take an H200 82, 68 and 55 us for 130, 192 and 256 parts, and 107 and 80 us for 258 and
+384."""
 
 
 def stream_linear(
@@ -41,22 +42,23 @@ def stream_linear(
     out: Tensor | None = None,
     config: GemmConfig | RingConfig | None = None,
 ) -> Tensor:
-    """rows @ weight^T for few rows, with what stands around a product in a transformer layer.
+    """Return rows @ weight^T for few rows, fused with the operations around a product in a transformer layer.
 
-    In order: the product is accumulated in float32; bias added; silu(gate) * up where gated; residual added; rounded
-    once to `out_dtype`.
+    In order: the product is accumulated in float32; bias added; silu(gate) * up if gated; residual added; rounded once
+    to `out_dtype`.
 
-    Row r of the result depends on row r of `rows` alone, not on r and not on M, as long as `config` and
-    linear_configs.tile_rows(M) stay the same. Results are deterministic. More than MAX_ROWS rows, of quantized weights,
-    are multiplied by so many at a time: a launch for more of them has no registers left.
-    On one device, calls must follow each other in stream order: programs that share a tile meet in one scratch buffer.
-    That buffer grows outside of CUDA graph capture only, so run each shape once before it is captured.
-    Weights may be read before the launch in front has ended: it must not write them.
+    Row r of the result depends only on row r of `rows`, not on r or M, as long as `config` and
+    linear_configs.tile_rows(M) stay the same. Results are deterministic. With quantized weights, more than MAX_ROWS
+    rows are multiplied MAX_ROWS at a time: a launch for more would run out of registers. On one device, calls must be
+    in stream order, since programs that share a tile use one scratch buffer. The buffer grows only outside of CUDA
+    graph capture, so run each shape once before capturing it. Weights may be read before the previous launch has ended,
+    so that launch must not write them.
 
     Args:
-        rows: [M, K], contiguous, 1 <= M <= MAX_ROWS, or MAX_QUANTIZED_ROWS; bfloat16, float16 or float32.
+        rows: [M, K], contiguous, 1 <= M <= MAX_ROWS, or MAX_QUANTIZED_ROWS for quantized weights; bfloat16, float16 or
+            float32.
         weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
-            Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
+            Quantized weights are exact in bfloat16 except for their scales, which are applied to sums in float32.
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
         gated: the result is silu(gate) * up, [M, F].
@@ -64,8 +66,8 @@ def stream_linear(
         out: [M, N or F] of `out_dtype`, contiguous, written and returned; a new tensor if None.
         config: how to cut the work; chosen by shape if None.
 
-    Raises:
-        ValueError: more rows than that, or the shapes or dtypes do not fit.
+        Raises:
+            ValueError: there are too many rows, or the shapes or dtypes do not fit.
     """
     num_out = _weight_shape(weight)[0] // (2 if gated else 1)
     dtype = out_dtype if out_dtype is not None else rows.dtype if out is None else out.dtype
@@ -97,24 +99,24 @@ def fits_ring(weight: Tensor | QuantWeight) -> bool:
     """Whether there is a RingConfig for weights of this layout."""
     if not isinstance(weight, QuantWeight):
         return True
-    # Steps of 128 or 256 columns are of one group, or of two.
+    # Steps of 128 or 256 columns must lie in one group, or in two.
     groups_fit = weight.group in (128, weight.size) or weight.group % 256 == 0
     return weight.kind in ("fp8", "int4") and weight.piece == MAX_PIECE and groups_fit
 
 
 def ring_pays(weight: QuantWeight, dtype: torch.dtype) -> bool:
-    """Whether few rows of `dtype` are multiplied in rings here, and so up to 64 faster than by humming-kernels 0.1.19.
+    """Whether rings are used for few rows of `dtype`, and are faster than humming-kernels 0.1.19 for up to 64 rows.
 
-    Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of its time, in int4 and in fp8 blocks
-    (benchmarks/results/engine_quantized_rings_library_h100.json). Small matrices, which have rings of ours where there
-    is no library, were not compared with it.
+    Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of that library's time, in int4 and in fp8 blocks
+    (benchmarks/results/engine_quantized_rings_library_h100.json). Small matrices, which use our rings if the library is
+    missing, were not compared with it.
     """
     large = weight.num_out * weight.size >= RING_WEIGHTS
     return large and dtype == torch.bfloat16 and has_wgmma(weight.codes) and fits_ring(weight)
 
 
 def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
-    """How `stream_linear` cuts its work where it is not told."""
+    """Return how `stream_linear` cuts its work by default."""
     num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
     processors, kind, piece = num_processors(rows), None, 0
     bits, grouped = 16, False
@@ -129,9 +131,9 @@ def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = Fals
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows.
+    """Return the weights [num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows.
 
-    Raises ValueError for one that does not stream, on a GPU.
+    On a GPU, raises ValueError for a weight that does not stream.
     """
     if not use_triton(weight.codes):
         return weight.dequantized(dtype)
@@ -187,22 +189,22 @@ def norm_linear(
     gated: bool = False,
     config: RowConfig | None = None,
 ) -> Tensor:
-    """rms_norm(rows) @ weight^T in one launch, for few rows that are not wide.
+    """Return rms_norm(rows) @ weight^T in one launch, for few rows that are not wide.
 
     In order: the norm's weight, rounded to the dtype of `rows`; the product, accumulated in float32; the norm's scale
-    of the row (in float16, which unscaled rows may leave, it comes with the weight); bias; silu(gate) * up where gated;
-    residual; one rounding. Weights are read before the launch in front has ended.
-    A row of the result depends on that row and on `config` alone.
+    of the row (for float16, whose range unscaled rows may exceed, it is applied with the weight); bias; silu(gate) * up
+    if gated; residual; one rounding. Weights are read before the previous launch has ended. A row of the result depends
+    only on that row and on `config`.
 
     Args:
-        rows: [M, K], contiguous, M and K as `fits_row_kernel` says; bfloat16, float16 or float32.
+        rows: [M, K], contiguous, M and K within the limits of `fits_row_kernel`; bfloat16, float16 or float32.
         weight: [N, K], contiguous, of the same dtype; [2F, K] if gated (gate rows, then up rows).
-        norm: [K], the norm's weight; without it rows are taken as they are.
+        norm: [K], the norm's weight; rows are not normed if None.
         eps: added to the mean of the squares.
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous.
         gated: the result is silu(gate) * up, [M, F].
-        config: how to cut the work; the usual one if None.
+        config: how to cut the work; chosen by shape if None.
 
     Returns:
         [M, N or F] of the dtype of `rows`.
@@ -242,16 +244,17 @@ def norm_qkv(
     qk_norm: Tensor | None = None,
     qk_eps: float = 0.0,
 ) -> Tensor:
-    """Query, key and value heads of rms_norm(rows), rotated; keys and values written to their slots. One launch.
+    """Compute query, key and value heads of rms_norm(rows), rotate them and write keys and values to their slots.
 
-    What `norm_linear` and kernels.elementwise.rope_write do, but for the rounding between them.
+    One launch. Equivalent to `norm_linear` followed by kernels.elementwise.rope_write, without the rounding between
+    them.
 
     Args:
-        rows: [M, K], as in `norm_linear`, with `norm`, `eps` and `bias` of H + 2 * KVH heads.
+        rows: [M, K]; see `norm_linear`, also for `norm`, `eps` and `bias` (of H + 2 * KVH heads).
         weight: [(H + 2 * KVH) * D, K], query, then key, then value heads; D a power of two, at least 16.
-        cos: float32 [M, D / 2], as sin.
+        cos: float32 [M, D / 2]; `sin` likewise.
         slots: int32 [M]; k and v of a token whose slot is -1 are not written.
-        k_cache: [S, KVH, D] of the rows' dtype, contiguous, written; so is `v_cache`.
+        k_cache: [S, KVH, D] of the rows' dtype, contiguous, written; `v_cache` likewise.
         num_heads: H.
         qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation, with `qk_eps`.
 
@@ -312,12 +315,12 @@ def _weight_shape(weight: Tensor | QuantWeight) -> tuple[int, ...]:
 
 
 def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:
-    """Whether `fp8_linear` takes the weight, with rows of `dtype`: on Hopper, with one scale a row."""
+    """Whether `fp8_linear` takes this weight and rows of `dtype`: on Hopper, with one scale a weight row."""
     if weight.kind != "fp8" or weight.group != weight.size or weight.span > 1 or dtype != torch.bfloat16:
         return False
     if weight.size % 16 or weight.num_out % 16 or not weight.codes.is_cuda:
         return False
-    # Some later GPUs refuse products with a scale a row (pytorch issue 192707).
+    # Some later GPUs reject products with one scale a row (pytorch issue 192707).
     return torch.cuda.get_device_capability(weight.codes.device) == (9, 0)
 
 
@@ -330,13 +333,13 @@ def fp8_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """rows @ weight^T, as `stream_linear` with the same arguments, for any number of rows in bfloat16.
+    """Return rows @ weight^T like `stream_linear` with the same arguments, for any number of rows in bfloat16.
 
-    A bfloat16 number has eight significant bits, an e4m3 one four. So a row is the sum of two rows in e4m3, and its
-    product the sum of theirs, by the fp8 instructions of the tensor cores: the weights are read once, as they are.
-    A row's parts are exact for all numbers that are at least 2^-13 of its largest; smaller ones are off by 2^-21 of
-    that. The products of both are rounded to bfloat16 before they are added up in float32.
-    The library that multiplies them says nothing of what a row's result depends on.
+    A bfloat16 number has eight significant bits, an e4m3 number four. So a row is split into the sum of two rows in
+    e4m3, and its product is the sum of their products by the fp8 instructions of the tensor cores: the weights are read
+    once, without conversion. A row's parts are exact for all numbers that are at least 2^-13 of its largest; smaller
+    ones are off by 2^-21 of the largest. The two products are rounded to bfloat16 before they are added in float32. The
+    library that multiplies them does not document what a row's result depends on.
 
     Raises:
         ValueError: the shapes do not fit.

@@ -23,13 +23,13 @@ def propose(
 ) -> None:
     """Write the k best children of M nodes, best first, and their edge scores.
 
-    A token's rank is its logit at temperature T = 0, logit / T without RANK_BY_NOISE, and else (logit / T + G) / tau
-    with the noise G of the request's seed and choice index, of the child's position (one more than the node's) and of
-    the token's id in the target's vocabulary. Its edge score is the log softmax of that over the legal tokens of the
-    draft vocabulary, at most 0. Ties go to the lower place in the draft vocabulary.
+    A token's rank is its logit at temperature T = 0, logit / T without RANK_BY_NOISE, and otherwise (logit / T + G) /
+    tau. G is the noise of the request's seed and choice index, the child's position (one more than the node's) and the
+    token's id in the target's vocabulary. The edge score is the log softmax of the rank over the legal tokens of the
+    draft vocabulary, at most 0. Ties go to the lower index in the draft vocabulary.
 
-    Two launches, which read nothing on the host, so they can be captured. The noise is computed in float32: it is
-    off from that of outrider.sampling.noise by 1e-5 at most.
+    Two launches. The host reads nothing, so they can be captured. The noise is computed in float32 and differs from
+    that of outrider.sampling.noise by at most 1e-5.
 
     Args:
         logits: [M, V] float32, bfloat16 or float16, rows contiguous; V is the draft vocabulary.
@@ -37,11 +37,11 @@ def propose(
         positions: int32 [M], absolute positions of the nodes' own tokens.
         tables: parameters of the requests.
         buffers: for at least M tokens of V.
-        tokens: int32 [M, k], written: ids of the target's vocabulary, 1 <= k <= MAX_BRANCHING. -1 for padding, for
-            nodes whose legal logits hold NaN or +inf, and where fewer than k tokens are legal and above -inf.
-        scores: float32 [M, k], written; -inf where the token is -1, else finite.
-        vocab_limit: target ids from here on are illegal: neither proposed nor counted.
-        target_ids: int32 [V], the target's id of each draft token; None where they are the same. Negative ones are
+        tokens: int32 [M, k], written: ids in the target's vocabulary, 1 <= k <= MAX_BRANCHING. -1 for padding, for
+            nodes whose legal logits contain NaN or +inf, and where fewer than k tokens are legal and above -inf.
+        scores: float32 [M, k], written; -inf where the token is -1, otherwise finite.
+        vocab_limit: target ids from this on are illegal: neither proposed nor part of the softmax.
+        target_ids: int32 [V], the target's id of each draft token; None if the ids are the same. Negative ids are
             illegal.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Matrices of eight or four bits a weight, as our kernels read them."""
+"""Matrices with eight or four bits a weight, in the layout that our kernels read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 MAX_PIECE = 128
-"""Columns that the words of a piece hold, at most."""
+"""Most columns of a piece."""
 MIN_PIECE = 32
-"""The same at least, of what kernels take: two instructions of the tensor cores."""
+"""Least columns of a piece that kernels take: two tensor core instructions."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -18,15 +18,15 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class QuantWeight:
     """W [num_out, size] as codes and scales: W[n, k] = scale * (code[n, k] - zero).
 
-    Leading dimensions, of stacked experts, are allowed wherever no kernel is called.
+    Leading dimensions (of stacked experts) are allowed wherever no kernel is called.
 
     `kind`: "fp8" (e4m3), "int8" (-128 to 127), "int4" (0 to 15) or "mxfp4" (e2m1).
-    `codes`: int16 [num_out, size / n], words of n codes: 2 of eight bits, 4 of four. Word e of a row's piece t, of
-    `piece` columns, holds, from its lowest bits on, those of columns piece * t + i * piece / n + e, i = 0 .. n - 1.
-    So a word's i-th codes, taken as they lie, are neighbouring columns.
-    `scales`: bfloat16, float16 or float32 [groups, rows of scales]: that of W[n, k] is [k // group, n // span].
-    `group` is `size` and `span` 1 where a row has one scale.
-    `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere.
+    `codes`: int16 [num_out, size / n], words of n codes: 2 of eight bits, 4 of four. Word e of piece t of a row
+    (`piece` columns each) holds, from its lowest bits on, the codes of columns piece * t + i * piece / n + e for i = 0
+    .. n - 1. So the i-th codes of consecutive words belong to consecutive columns.
+    `scales`: bfloat16, float16 or float32 [groups, rows of scales]; the scale of W[n, k] is at [k // group, n // span].
+    `group` is `size` and `span` 1 if a row has one scale.
+    `zeros`: uint8, of the shape of `scales`, for int4; None means 8 everywhere.
     """
 
     kind: str
@@ -39,47 +39,47 @@ class QuantWeight:
 
     @property
     def per_word(self) -> int:
-        """Codes of a word."""
+        """Number of codes in a word."""
         return codes_per_word(self.kind)
 
     @property
     def streams(self) -> bool:
-        """Whether kernels take it; others are made wide."""
+        """Whether kernels can read these weights directly; others must be dequantized."""
         return self.kind != "int8" and self.piece >= MIN_PIECE
 
     def check_streams(self) -> None:
-        """Raise ValueError unless kernels take it."""
+        """Raise ValueError unless kernels can read these weights directly."""
         if not self.streams:
             raise ValueError(f"{self.kind} weights of {self.size} columns in groups of {self.group}; make them wide")
 
     @property
     def num_out(self) -> int:
-        """Rows of the matrix."""
+        """Number of rows of the matrix."""
         return self.codes.shape[-2]
 
     @property
     def size(self) -> int:
-        """Columns of the matrix."""
+        """Number of columns of the matrix."""
         return self.codes.shape[-1] * self.per_word
 
     def for_streaming(self) -> QuantWeight:
-        """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
+        """Return these weights with float32 scales: four bytes each, they are copied ahead of their use like codes."""
         return replace(self, scales=self.scales.float())
 
     def of_expert(self, expert: int) -> QuantWeight:
-        """One of stacked matrices, as views."""
+        """Return one of the stacked matrices, as views."""
         zeros = None if self.zeros is None else self.zeros[expert]
         return replace(self, codes=self.codes[expert], scales=self.scales[expert], zeros=zeros)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[num_out, size] in `dtype`, computed in float32 and rounded once."""
+        """Return the weights [num_out, size] in `dtype`, computed in float32 and rounded once."""
         values = _values(unpacked(self.codes, self.kind, self.piece), self.kind)
         if self.kind == "int4":
             values -= 8.0 if self.zeros is None else self._spread(self.zeros)
         return values.mul_(self._spread(self.scales)).to(dtype)
 
     def _spread(self, grouped: Tensor) -> Tensor:
-        """A value for each weight, float32 [num_out, size]; a view where a row has but one."""
+        """Expand `grouped` to a value for each weight, float32 [num_out, size]; a view if a row has only one value."""
         by_row = grouped.float().transpose(-1, -2)
         if self.span > 1:
             by_row = by_row.repeat_interleave(self.span, -2)[..., : self.num_out, :]
@@ -89,12 +89,12 @@ class QuantWeight:
 
 
 def codes_per_word(kind: str) -> int:
-    """Codes of a 16-bit word."""
+    """Return the number of codes in a 16-bit word."""
     return 2 if kind in ("fp8", "int8") else 4
 
 
 def piece_of(kind: str, size: int, group: int) -> int:
-    """`piece` of QuantWeight for rows of `size` columns: the most that fits. ValueError: none fits."""
+    """Return the `piece` of a QuantWeight with rows of `size` columns: the largest that fits. ValueError: none fits."""
     piece, per_word = MAX_PIECE, codes_per_word(kind)
     while piece >= per_word:
         if size % piece == 0 and group % piece == 0:
@@ -104,14 +104,14 @@ def piece_of(kind: str, size: int, group: int) -> int:
 
 
 def packed(codes: Tensor, kind: str, piece: int) -> Tensor:
-    """Codes uint8 [..., size] as words, int16 [..., size / codes of a word]."""
+    """Pack codes uint8 [..., size] into words, int16 [..., size / codes of a word]."""
     parts = codes.unflatten(-1, (-1, codes_per_word(kind), piece // codes_per_word(kind))).unbind(-2)
     halves = parts if len(parts) == 2 else (parts[0] | parts[1] << 4, parts[2] | parts[3] << 4)
     return torch.stack([half.flatten(-2) for half in halves], -1).flatten(-2).view(torch.int16)
 
 
 def unpacked(words: Tensor, kind: str, piece: int) -> Tensor:
-    """What `packed` was given."""
+    """Return the codes that `packed` turned into `words`."""
     halves = words.view(torch.uint8).unflatten(-1, (-1, piece // codes_per_word(kind), 2)).unbind(-1)
     parts = halves if codes_per_word(kind) == 2 else (halves[0] & 15, halves[0] >> 4, halves[1] & 15, halves[1] >> 4)
     return torch.stack(parts, -2).flatten(-3)
@@ -130,14 +130,14 @@ def _values(codes: Tensor, kind: str) -> Tensor:
 
 
 def reordered(weight: QuantWeight, order: Tensor) -> QuantWeight:
-    """The matrix with its rows in another order, int64 [num_out]."""
+    """Return the matrix with its rows permuted by `order`, int64 [num_out]."""
     weight = _scales_of_rows(weight)
     zeros = None if weight.zeros is None else weight.zeros[..., order]
     return replace(weight, codes=weight.codes[..., order, :], scales=weight.scales[..., order], zeros=zeros)
 
 
 def joined(parts: list[QuantWeight]) -> QuantWeight:
-    """Matrices of one kind and group below each other. Scales of row blocks become scales of rows where they must."""
+    """Stack matrices of one kind and group vertically. Scales of row blocks become scales of rows where necessary."""
     if any(part.num_out % part.span for part in parts[:-1]):
         parts = [_scales_of_rows(part) for part in parts]
     zeros = None

@@ -1,4 +1,4 @@
-"""Drafting inside the round: from what a round committed to its drafter's tokens, and from grown trees to a round."""
+"""Drafting inside the round: lay out committed tokens for the drafter, and merge the trees it grew into a round."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def lay_out_committed(
     lag: int,
     spare: int,
 ) -> None:
-    """Lay out what a round committed for a forward of its drafter. One launch.
+    """Lay out the tokens that a round committed for a forward of its drafter. One launch.
 
     Args:
         tokens: the round's, M slots and B rows.
         num_tokens: int32 [B], tokens that each row committed; may be strided.
         committed: int32 [B, D], those tokens; rows may be strided, entries not.
-        drafts: int32 [B], 0 for rows whose tree is not to be grown.
+        drafts: int32 [B], 0 for rows whose tree must not be grown.
         page_tables: int32 [T, P] of the drafter, rows contiguous.
-        shifts: int32 [T], pages of the sequence that each row of `page_tables` leaves out behind its first one.
+        shifts: int32 [T], pages of the sequence that each row of `page_tables` leaves out after its first page.
         out: filled, E slots and B rows; E is at least the sum of `num_tokens`.
         page_size: tokens in a page.
-        lag: how far a token's KV position in the drafter lies before its position: 1 with features, else 0.
-        spare: the source of slots without a token.
+        lag: a token's position minus its KV position in the drafter: 1 with features, otherwise 0.
+        spare: value of `sources` for slots without a token.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -62,17 +62,17 @@ def plant_roots(
     header: Tensor, pool: CandidatePool, rows: BurstRows, at: CommittedTokens, tokens: Tensor, scores: Tensor,
     floor: float, lag: int,
 ) -> None:  # fmt: skip
-    """Begin a tree below each row's last committed token: its candidates become all the seeds of the pool. One launch.
+    """Start a tree below each row's last committed token, whose candidates become the pool's seeds. One launch.
 
     Args:
         header: int32 [4], written; see kernels.frontier.begin_burst.
         pool: its seeds, one for each candidate, are overwritten.
         rows: the burst's; all but `live` and `free` are written. A row without tokens has no free tree slot.
-        at: what was committed.
-        tokens: int32 [B, k], target ids of the candidates of each row's last token; -1 for none.
+        at: the committed tokens.
+        tokens: int32 [B, k], the target's token ids of the candidates of each row's last token; -1 for none.
         scores: float32 [B, k], their edge scores, at most 0.
-        floor: path score below which nothing is run.
-        lag: see lay_out_committed. With a lag the feature of row b's last token is given as number b.
+        floor: nodes with a path score below this are not run.
+        lag: see lay_out_committed. With a lag, the feature of row b's last token is the given feature b.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -86,13 +86,14 @@ def plant_roots(
 
 
 def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: int, picker: NodePicker) -> None:
-    """Choose the best nodes of trees that were grown, whether they were run or not. Three launches.
+    """Choose the best nodes of grown trees, whether they were run or not. Three launches.
 
-    Path scores never rise from parent to child and ties go to the lower index, so the chosen nodes hang together.
+    Path scores never rise from parent to child and ties go to the lower index, so parents of chosen nodes are chosen,
+    too.
 
     Args:
         header: the burst's.
-        pool: SCORE is overwritten; no step may follow.
+        pool: SCORE is overwritten, so no step may follow.
         tables: int32 [B], row of the tables of each row of the pool.
         step_size: entries that a step added to the pool.
         picker: `trees` is written.
@@ -104,18 +105,20 @@ def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: i
 
 
 def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
-    """Hang grown trees below the roots of a round that a host laid out without them. One launch.
+    """Add grown trees below the roots of a round that the host laid out without them. One launch.
 
-    The nodes of a row come behind the tokens that it has, the best first. What its limits leave out are the deepest or
-    the least likely nodes, so that all parents are there. A row may have nodes of its own below its root, no two of one
-    token below one node: a grown node that it has already is not there twice, and what grew below it hangs below that.
+    A row's grown nodes follow its other tokens, the best first. Limits leave out the deepest or the least likely nodes,
+    so the parents of all nodes are kept. A row may already have nodes below its root, with distinct tokens below each
+    node. A grown node that the row already has is not added again, and nodes that grew below it go below the existing
+    one.
 
     Args:
-        base: M slots, B rows; `root` -1 for rows that do not sample, whose trees are not taken.
+        base: M slots, B rows; `root` is -1 for rows that do not sample, whose trees are ignored.
         trees: at most M nodes.
         limits: the rows' limits.
-        out: written, M slots and B rows; `root` and `first` are where the tokens went. Its `table_rows` are the base's.
-        scores: float32 [M], written: path scores of nodes that grew, those included that a row has already; 1 for other
+        out: written, M slots and B rows; `root` and `first` are the new places of the tokens, `table_rows` are the
+            base's.
+        scores: float32 [M], written: path scores of grown nodes, including those that a row already had; 1 for other
             tokens.
 
     Raises:

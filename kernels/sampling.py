@@ -11,10 +11,10 @@ from kernels.sampling_state import LogprobOutputs, RoundTokens, SampleBuffers, S
 
 
 def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor | None = None) -> Tensor:
-    """Noise of N rows: float32 [N, vocab_size], or [N, K] for `token_ids` [N, K].
+    """Return the noise of N rows: float32 [N, vocab_size], or [N, K] for `token_ids` [N, K].
 
     The same function as outrider.sampling.noise.gumbel: Philox 4x32-10, logarithms in float64, rounded to float32 once.
-    Values may differ from it in the last bit where the float64 logarithms of the two devices do.
+    Values may differ in the last bit where the float64 logarithms of two devices do.
 
     Args:
         keys: int32 [N, 3]: seed (low word, high word) and choice index, as bit patterns; rows may be strided.
@@ -48,22 +48,23 @@ def sample_rows(
     vocab_mask: Tensor | None = None,
     lossy: bool = False,
 ) -> None:
-    """Sample one token at every root and node of a round; writes `buffers.sampled` and `buffers.bad`.
+    """Sample one token at every root and node of a round; write `buffers.sampled` and `buffers.bad`.
 
-    The token is the one that outrider.sampling.sampler.RequestSampler takes from the same logits: the processors in the
-    order of docs/sampling.md over the token's own history (the request's counts and the path from below the root
-    to the token), Gumbel noise of position + 1, ties to the lowest id. Tokens before the root, of rows that do not
-    sample, and padding get -1.
+    The result equals what outrider.sampling.sampler.RequestSampler samples from the same logits: the processors run in
+    the order of docs/sampling.md over the token's own history (the request's counts and the path from below the root to
+    the token), Gumbel noise is that of position + 1, and ties go to the lowest id. Tokens before the root, tokens of
+    rows that do not sample, and padding get -1.
 
     Args:
-        logits: [M, V or wider], float32, bfloat16 or float16, rows contiguous; the first `vocab_size` columns count.
+        logits: [M, V or wider], float32, bfloat16 or float16, rows contiguous; columns from `vocab_size` on are
+            ignored.
         vocab_size: V, the legal token ids.
         tokens: the round, of M tokens.
         tables: parameters of R requests.
         buffers: for at least M tokens.
-        vocab_mask: int32 [M, ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed; looked at for
-            requests with the flag MASKED, and needed if there are any.
-        lossy: also keep what `walk` needs to apply acceptance thresholds; for requests with one below 1.
+        vocab_mask: int32 [M, ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed. Read for requests
+            with the flag MASKED; required if there are any.
+        lossy: for requests with an acceptance threshold below 1, also keep what `walk` needs to apply it.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -89,11 +90,11 @@ def logprobs(
     walked: WalkOutputs,
     out: LogprobOutputs,
 ) -> None:
-    """Log-softmax of the raw logits at each committed token of requests that want it; writes `out`.
+    """Write the log-softmax of the raw logits at each committed token of requests that want it to `out`.
 
     Token k of a row was sampled at the root (k = 0) or at accepted node k - 1. Sums are float64 and values are rounded
-    to float32 once, so a committed token's value equals its entry in the list. Equal logits stand in the order of
-    their ids. Entries behind a row's tokens, and of requests that want no log-probabilities, are not written.
+    to float32 once, so a committed token's value equals its entry in the list. Equal logits are listed in the order of
+    their ids. Entries past a row's tokens, and entries of requests that want no log-probabilities, are not written.
 
     Args:
         logits: [M, V or wider], as given to `sample_rows`.

@@ -1,4 +1,4 @@
-"""What sampling and proposing read and write on the device: a round's tokens, requests' parameters, results."""
+"""Device tensors that sampling and proposing read and write: a round's tokens, requests' parameters, results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ IN_PROMPT = 1 << 30
 ENDS_ANSWER = 1 << 29
 """Bit of `SamplingTables.counts`: the token ends an answer. The bits below count the output."""
 MIN_TEMPERATURE = 1e-6
-"""Temperatures between 0 and this count as this."""
+"""Temperatures above 0 are raised to at least this."""
 MAX_TOP_LOGPROBS = 20
-"""The likeliest tokens that `logprobs` can list."""
+"""Most top tokens that `logprobs` can list."""
 UNUSABLE_LOGITS, ILLEGAL_TOKEN = 1, 2
-"""What `WalkOutputs.error` says: NaN, +inf or nothing left to sample; a sampled token that is none."""
+"""Values of `WalkOutputs.error`: NaN, +inf or nothing left to sample; a sampled token outside the vocabulary."""
 CANDIDATES = 2048
-"""Filters look at a list of a row's best tokens if so many are enough, and else at the whole row."""
+"""Length of the list of a row's best tokens that filters use; where it is too short, they use the whole row."""
 TILE = 1024
-"""Tokens of the vocabulary that one program of the first pass takes."""
+"""Vocabulary tokens of one program of the first pass."""
 MAX_BRANCHING = 16
-"""Candidates of a node at most."""
+"""Most candidates of a node."""
 GROUP = 64
-"""Tokens of the vocabulary whose best one is found first."""
+"""Vocabulary tokens of a group; the best token of each group is found first."""
 TAU = 1
 """Column of `ProposeTables.floats` behind TEMPERATURE."""
 PROPOSE_FLAGS = 3
@@ -45,7 +45,7 @@ class RoundTokens:
     """The tokens of a decode round, int32. The tokens of row b are first[b] .. first[b + 1] - 1."""
 
     token_ids: Tensor
-    """[M]; -1 for the token that the request's last round sampled, which `expand_tree` enters."""
+    """[M]; -1 for the token that the request's last round sampled, which `expand_tree` fills in."""
     positions: Tensor
     """[M], absolute. The token sampled at token i is the one at positions[i] + 1."""
     parents: Tensor
@@ -55,21 +55,21 @@ class RoundTokens:
     first: Tensor
     """[B + 1]"""
     root: Tensor
-    """[B], index of the last committed token, behind which the row's nodes lie; -1 where the row does not sample."""
+    """[B], index of the last committed token, which the row's nodes follow; -1 where the row does not sample."""
     table_rows: Tensor
     """[B], the request's row in the tables."""
     cached_len: Tensor
-    """[B], tokens of the request with valid KV; its tokens of the round lie behind them."""
+    """[B], tokens of the request with valid KV; its tokens of the round follow them."""
     _OF_ROWS: ClassVar = frozenset({"root", "table_rows", "cached_len"})
 
     @classmethod
     def sizes(cls, num_tokens: int, num_rows: int) -> dict[str, int]:
-        """Of each field."""
+        """Return the length of each field."""
         of_rows = dict.fromkeys(cls._OF_ROWS, num_rows) | {"first": num_rows + 1}
         return {field.name: of_rows.get(field.name, num_tokens) for field in fields(cls)}
 
     def head(self, num_tokens: int, num_rows: int) -> Self:
-        """The first slots and rows of these."""
+        """Return the first `num_tokens` slots and `num_rows` rows."""
         return replace(self, **{name: getattr(self, name)[:n] for name, n in self.sizes(num_tokens, num_rows).items()})
 
 
@@ -80,9 +80,9 @@ class SamplingTables:
     float_params: Tensor
     """float32 [R, 8]: temperature, top_p, min_p, presence, frequency and repetition penalty, accept thresholds."""
     int_params: Tensor
-    """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags,
-    the first position at which a token may end the answer, read where the flag GOES_ON is set, and the token that was
-    committed last, written by `walk`."""
+    """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags, the
+    first position at which a token may end the answer (read where the flag GOES_ON is set), and the last committed
+    token, written by `walk`."""
     counts: Tensor
     """int32 [R, V]: how often the token is in the output, plus IN_PROMPT and ENDS_ANSWER. Read where the flag
     PENALIZED or GOES_ON is set."""
@@ -99,12 +99,12 @@ class SampleBuffers:
     bad: Tensor
     """int32 [M], 1 where the logits hold NaN or +inf or leave no token, else 0."""
     processed: Tensor
-    """float32 [M, V + C]: processed logits of rows that are filtered, then a list of their C best. Rows with
-    lossy acceptance hold -inf where a filter dropped a token."""
+    """float32 [M, V + C]: processed logits of rows that are filtered, then the list of their C best. In rows with lossy
+    acceptance, tokens dropped by a filter are -inf."""
     totals: Tensor
-    """float64 [M]: log of the summed exponentials of what the filters left; of rows with lossy acceptance only."""
+    """float64 [M]: log-sum-exp of the logits that filters left; only for rows with lossy acceptance."""
     candidate_ids: Tensor
-    """int32 [M, C], the ids of that list."""
+    """int32 [M, C], token ids of the list of the C best in `processed`."""
     parts: Tensor
     """float32 [3, M, T]: best score, largest processed logit and usability of each of T tiles."""
     part_ids: Tensor
@@ -119,7 +119,7 @@ class SampleBuffers:
         """Buffers for up to `num_tokens` tokens a round; about 4 bytes a token and vocabulary entry."""
         tiles = -(-vocab_size // TILE)
 
-        # As all buffers that live long: a pass without launches must find numbers that are ids or places in them.
+        # Zeros, as in all long-lived buffers: a pass whose launches are left out must find valid ids and places there.
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -137,7 +137,7 @@ class SampleBuffers:
 
 @dataclass(frozen=True, slots=True)
 class WalkOutputs:
-    """What a round commits: B rows, at most D tokens each. Rows may be strided views, entries of a row not."""
+    """Tokens that a round commits, at most D in each of B rows. Rows may be strided views, entries of a row not."""
 
     num_tokens: Tensor
     """int32 [B], accepted tokens and the bonus token; 0 for rows that do not sample and for failed ones."""
@@ -146,7 +146,7 @@ class WalkOutputs:
     accepted: Tensor
     """int32 [B, D], indices in the round of the accepted nodes (one less than there are tokens); -1 behind them."""
     error: Tensor
-    """int32 [B], UNUSABLE_LOGITS or ILLEGAL_TOKEN where the walk came to such, else 0."""
+    """int32 [B], UNUSABLE_LOGITS or ILLEGAL_TOKEN where the walk met one, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,9 @@ class LogprobOutputs:
     logprobs: Tensor
     """float32 [B, D], of the committed token."""
     top_ids: Tensor
-    """int32 [B, D, MAX_TOP_LOGPROBS], likeliest first, as many as the request wants; -1 behind them."""
+    """int32 [B, D, MAX_TOP_LOGPROBS], likeliest first, as many as the request wants; -1 after them."""
     top_logprobs: Tensor
-    """float32 [B, D, MAX_TOP_LOGPROBS]; -inf behind them."""
+    """float32 [B, D, MAX_TOP_LOGPROBS], of `top_ids`; -inf after them."""
 
     @classmethod
     def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> LogprobOutputs:

@@ -1,4 +1,4 @@
-"""A round's tree: expanded for attention from its tokens' parents, and walked along the sampled tokens."""
+"""A round's trees: expand them for attention from the tokens' parents, and walk them along the sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.launch import backend
 from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
-# The most tokens from the end of a row's context down to a node.
+# Most tokens from the end of a row's context down to a node.
 MAX_PATH = 64
 
 
@@ -21,23 +21,22 @@ def expand_tree(
     path: Tensor,
     int_params: Tensor | None = None,
 ) -> None:
-    """Fill slots, mask and path of a round, and token ids that are missing. One launch. All tensors are int32.
+    """Fill slots, mask and path of a round, and its missing token ids. One launch. All tensors are int32.
 
     Args:
         tokens: the round, of M tokens; parents come before children. A token's position is one more than its parent's;
-            of a row's first token, the row's cached_len.
+            the first token of a row is at the row's cached_len.
         page_tables: [R, P], rows contiguous.
         page_size: tokens in a page.
-        max_row_tokens: no row has more tokens.
-        slots: [M], filled with the KV slot of each token, -1 for padding.
+        max_row_tokens: most tokens of a row. slots: [M], filled with the KV slot of each token, -1 for padding.
         mask: [M, W], filled; bit j % 32 of word j // 32 is set where the token is, or descends from, token
             first[b] + j of its row. 0 for padding.
-        path: [M, D], filled with the place within its row of the token's ancestor at position cached_len[b] + k, for
-            k up to the token itself; -1 behind it and for padding.
-        int_params: [R, 8], see SamplingTables, if any: the LAST_TOKEN of a row takes the place of its token ids of -1.
+        path: [M, D], filled: entry k is the place within the row of the token's ancestor at position cached_len[b] + k,
+            up to the token itself; -1 after it and for padding.
+        int_params: [R, 8], see SamplingTables. If given, a row's LAST_TOKEN replaces its token ids of -1.
 
     Raises:
-        ValueError: outputs that cannot hold it.
+        ValueError: the outputs are too small for the round or not contiguous.
     """
     if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
@@ -56,22 +55,21 @@ def walk(
     vocab_size: int,
     lossy: bool = False,
 ) -> None:
-    """Go from each row's root to the child that holds the sampled token, as long as there is one; writes `out`.
+    """From each row's root, follow the children that hold the sampled tokens as far as there are any; write `out`.
 
-    The token sampled where the walk stops is the bonus token. It becomes the row's LAST_TOKEN. A walk that would commit
-    more than D tokens (`out`) stops at D. Committed tokens of requests with the flag PENALIZED are added to
-    `tables.counts`. A row whose walk comes to unusable logits, or to a token outside the vocabulary, commits nothing
-    and leaves the counts as they were.
+    The token sampled where the walk stops is the bonus token, and becomes the row's LAST_TOKEN. A walk stops at D
+    tokens, the width of `out`. Committed tokens of requests with the flag PENALIZED are added to `tables.counts`. A row
+    whose walk meets unusable logits, or a token outside the vocabulary, commits nothing and keeps its counts.
 
     Args:
         tokens: the round, B rows.
         tables: parameters of the requests.
         buffers: as `sample_rows` left them.
         out: for at least B rows.
-        max_row_tokens: no row has more tokens from its root on.
+        max_row_tokens: most tokens of a row from its root on.
         vocab_size: V.
-        lossy: apply acceptance thresholds to requests with one below 1 and a temperature, as
-            outrider.sampling.sampler does; `sample_rows` must have been told so too.
+        lossy: apply acceptance thresholds, as outrider.sampling.sampler does, to requests that have a temperature and a
+            threshold below 1; `sample_rows` must have had the same flag.
 
     Raises:
         ValueError: `out` has too few rows.

@@ -131,7 +131,7 @@ def tree_attention(
     out: Tensor, page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
     rules: ScoreRules,
 ) -> None:  # fmt: skip
-    """As kernels.attention.tree_attention without `path`."""
+    """Implement kernels.attention.tree_attention without `path`."""
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
@@ -279,7 +279,7 @@ def path_attention(
     page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
     rules: ScoreRules,
 ) -> None:  # fmt: skip
-    """As kernels.attention.tree_attention with `path`."""
+    """Implement kernels.attention.tree_attention with `path`."""
     num_tokens, num_heads = q.shape[:2]
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = min(tile_tokens(config, num_heads, kv_heads), PATH_TOKENS)
@@ -374,7 +374,7 @@ def prefill_attention(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, out: Tensor,
     page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig, rules: ScoreRules,
 ) -> None:  # fmt: skip
-    """As kernels.attention.prefill_attention."""
+    """Implement kernels.attention.prefill_attention."""
     num_tokens, num_heads = q.shape[:2]
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)

@@ -1,4 +1,4 @@
-"""See kernels.blocks."""
+"""Triton kernels of kernels.blocks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _find_roots(
 def find_roots(
     step: StepTokens, first_given: int, injected: Tensor, slots: Tensor, places: Tensor, positions: Tensor
 ) -> None:
-    """As kernels.blocks.find_roots."""
+    """Implement kernels.blocks.find_roots."""
     _launch_find(step, first_given, injected, slots, places, positions, True)
 
 
 def forget_injected(step: StepTokens, injected: Tensor) -> None:
-    """As kernels.blocks.forget_injected."""
+    """Implement kernels.blocks.forget_injected."""
     _launch_find(step, 0, injected, step.slots, step.slots, step.slots, False)
 
 
@@ -111,7 +111,7 @@ def lay_out_blocks(
     roots: BlockRoots, plan: RegionPlan, region: int, mask_token: int, seen: tuple[Tensor, Tensor] | None,
     out: BlockLayout,
 ) -> None:  # fmt: skip
-    """As kernels.blocks.lay_out_blocks, into `out`."""
+    """Implement kernels.blocks.lay_out_blocks, writing to `out`."""
     num_rows = roots.positions.shape[0]
     size, words = out.token_ids.shape[0] // num_rows, out.mask.shape[1]
     node_mask, injected = (out.mask, out.mask) if seen is None else seen
@@ -152,7 +152,7 @@ def _keep_blocks(
 
 
 def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
-    """As kernels.blocks.keep_blocks."""
+    """Implement kernels.blocks.keep_blocks."""
     (count, hidden), vocab = rows.shape, logits.shape[1]
     _keep_blocks[(count, triton.cdiv(max(hidden, vocab), _COLUMNS))](
         *blocks, where, positions, rows, logits, blocks.begins.shape[0],
@@ -185,7 +185,7 @@ def _read_logits(
 
 
 def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Tensor | None, out: Tensor) -> None:
-    """As kernels.blocks.read_logits, into `out`."""
+    """Implement kernels.blocks.read_logits, writing to `out`."""
     count, vocab = out.shape
     num_requests = blocks.begins.shape[0]
     _read_logits[(count, triton.cdiv(vocab, _COLUMNS))](
@@ -218,7 +218,7 @@ def _read_inputs(
 def read_inputs(
     blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor, out: Tensor
 ) -> None:
-    """As kernels.blocks.read_inputs, into `out`."""
+    """Implement kernels.blocks.read_inputs, writing to `out`."""
     hidden, rank, state_size = blocks.rows.shape[1], embedding.shape[1], memory.shape[1]
     num_requests = blocks.begins.shape[0]
     _read_inputs[(out.shape[0], triton.cdiv(max(hidden, rank, state_size), _COLUMNS))](

@@ -1,4 +1,4 @@
-"""See kernels.attention.branch_attention."""
+"""Triton kernels of kernels.attention.branch_attention."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, base: int, page_size: int,
     slots: Tensor, lens: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.attention.list_branches."""
+    """Implement kernels.attention.list_branches."""
     num_tokens, words = mask.shape
     num_rows = table_rows.shape[0]
     _list_branches[(num_tokens,)](
@@ -200,7 +200,7 @@ def branch_attention(
     out: Tensor, page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
     rules: ScoreRules,
 ) -> None:  # fmt: skip
-    """As kernels.attention.branch_attention."""
+    """Implement kernels.attention.branch_attention."""
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
@@ -419,7 +419,7 @@ def short_branch_attention(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
     out: Tensor, page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig, rules: ScoreRules,
 ) -> None:  # fmt: skip
-    """As kernels.attention.branch_attention, if `short`."""
+    """Implement kernels.attention.branch_attention, if `short`."""
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)

@@ -1,4 +1,4 @@
-"""See kernels.elementwise."""
+"""Triton kernels of kernels.elementwise."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _rms_norm(rows, part, total, weight, out, size, eps, BLOCK: tl.constexpr, PD
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As kernels.elementwise.rms_norm."""
+    """Implement kernels.elementwise.rms_norm."""
     return _launch_norm(rows, None, None, weight, eps)
 
 
 def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.add_rms_norm."""
+    """Implement kernels.elementwise.add_rms_norm."""
     total = torch.empty_like(stream)
     return total, _launch_norm(stream, part, total, weight, eps)
 
@@ -93,7 +93,7 @@ def _gate_mul(
 
 
 def gate_mul(gate_up: Tensor, gelu: bool = False, gating: Gating = SWIGLU, interleaved: bool = False) -> Tensor:
-    """As kernels.elementwise.gate_mul, or kernels.experts.gate."""
+    """Implement kernels.elementwise.gate_mul and kernels.experts.gate."""
     num_rows, size, block = gate_up.shape[0], gate_up.shape[1] // 2, 1024
     out = gate_up.new_empty(num_rows, size)
     _gate_mul[(num_rows, triton.cdiv(size, block))](
@@ -125,7 +125,7 @@ def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, 
 
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.recur."""
+    """Implement kernels.elementwise.recur."""
     num_rows, size = memory.shape
     said, kept = (joint.new_empty(num_rows, size) for _ in range(2))
     _recur[(num_rows, triton.cdiv(size, 512))](
@@ -211,7 +211,7 @@ def _rope_write(
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.rotary_angles."""
+    """Implement kernels.elementwise.rotary_angles."""
     num_tokens, half = positions.shape[0], inv_freq.shape[0]
     cos, sin = (torch.empty(num_tokens, half, dtype=torch.float32, device=positions.device) for _ in range(2))
     tokens = 8
@@ -226,7 +226,7 @@ def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     qk_norm: Tensor | None, eps: float, q: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.elementwise.rope_write."""
+    """Implement kernels.elementwise.rope_write."""
     write_keys(heads.unsqueeze(1), cos, sin, slots, k_cache[None], v_cache[None], qk_norm, eps, q)
 
 
@@ -234,7 +234,7 @@ def write_keys(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     norm: Tensor | None, eps: float, q: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As kernels.elementwise.write_keys; with query heads in front of the keys, rotated into `q`, if it is given."""
+    """Implement kernels.elementwise.write_keys. With `q`, query heads precede the keys and are rotated into `q`."""
     num_tokens, layers, num_all, dim = heads.shape
     # Few heads a program where tokens are few: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16

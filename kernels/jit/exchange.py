@@ -1,4 +1,4 @@
-"""See kernels.exchange."""
+"""Triton kernels of kernels.exchange."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def sum_rows(
     boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float,
     stream: Tensor, normed: Tensor, two_shot: bool,
 ) -> None:  # fmt: skip
-    """As kernels.exchange.sum_rows_normed, of at most `max_rows` rows, into `stream` and `normed`."""
+    """Implement kernels.exchange.sum_rows_normed for at most `max_rows` rows, writing to `stream` and `normed`."""
     block = power_of_two(boxes.width)
     _sum_rows[(rows.shape[0],)](
         rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank,
@@ -212,7 +212,7 @@ def sum_rows(
 
 
 def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int) -> None:
-    """As kernels.exchange.join_columns, of at most `max_rows` pieces, into `out`."""
+    """Implement kernels.exchange.join_columns for at most `max_rows` pieces, writing to `out`."""
     block = power_of_two(boxes.width)
     _join_columns[(rows.shape[0] * pieces,)](
         rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank, _limit(boxes, rows), pieces,

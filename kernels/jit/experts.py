@@ -1,4 +1,4 @@
-"""See kernels.experts."""
+"""Triton kernels of kernels.experts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _choose(
 
 
 def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None, tile: int) -> Routes:
-    """As kernels.experts.route."""
+    """Implement kernels.experts.route."""
     num_tokens, num_experts = logits.shape
     experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
@@ -79,7 +79,7 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None, t
 
 
 def in_tiles(routes: Routes, num_experts: int, tile: int) -> Routes:
-    """As kernels.experts.in_tiles."""
+    """Implement kernels.experts.in_tiles."""
     found = _empty_tiles(routes.experts, routes.weights, num_experts, tile)
     _lay_out(num_experts, found)
     return found
@@ -227,7 +227,7 @@ def expert_linear(
     rows: Tensor, weight: Tensor | QuantWeight, routes: Routes, bias: Tensor | None, gating: Gating | None,
     interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    """As kernels.experts.expert_linear."""
+    """Implement kernels.experts.expert_linear."""
     num_pairs, size, tile = routes.experts.numel(), rows.shape[1], routes.tile
     quantized = isinstance(weight, QuantWeight)
     block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
@@ -284,7 +284,7 @@ def _combine(
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
-    """As kernels.experts.combine."""
+    """Implement kernels.experts.combine."""
     num_tokens, size = residual.shape
     out = torch.empty_like(residual)
     block = min(power_of_two(size), 512)
@@ -296,5 +296,5 @@ def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
 
 
 def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
-    """As kernels.experts.gate."""
+    """Implement kernels.experts.gate."""
     return gate_mul(gate_up, gating=gating, interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""See kernels.frontier."""
+"""Triton kernels of kernels.frontier."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def _append(
 
 
 def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
-    """As kernels.frontier.begin_burst."""
+    """Implement kernels.frontier.begin_burst."""
     region, words = plan.slot_masks.shape[1:]
     of_seeds = triton.cdiv(pool.max_seeds, _SEEDS)
     _begin[(of_seeds + rows.table_rows.shape[0],)](
@@ -332,7 +332,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
 def reroot_pool(
     header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
 ) -> None:
-    """As kernels.frontier.reroot_pool."""
+    """Implement kernels.frontier.reroot_pool."""
     region, words = plan.slot_masks.shape[1:]
     of_entries = triton.cdiv(pool.capacity, _SEEDS)
     _reroot[(of_entries + rows.table_rows.shape[0],)](
@@ -344,13 +344,13 @@ def reroot_pool(
 
 
 def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
-    """As kernels.frontier.add_seeds."""
+    """Implement kernels.frontier.add_seeds."""
     size = (seeds.shape[0] - state.SEED_HEADER_WORDS) // state.NUM_FIELDS
     _add[(1,)](pool.entries, seeds, CAPACITY=pool.capacity, SIZE=size, BLOCK=power_of_two(size), num_warps=4)
 
 
 def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
-    """As kernels.frontier.place_entries."""
+    """Implement kernels.frontier.place_entries."""
     width, num_rows = step.order.shape[0], rows.table_rows.shape[0]
     tables, region, words = plan.slot_masks.shape
     _place[(1,)](
@@ -368,7 +368,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
 def append_candidates(
     header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
-    """As kernels.frontier.append_candidates."""
+    """Implement kernels.frontier.append_candidates."""
     width, branching = tokens.shape
     _append[(1,)](
         header, pool.entries, step.rows, step.picked, step.slots, step.positions, step.bases,
@@ -484,7 +484,7 @@ def _choose(
 
 
 def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
-    """As kernels.frontier.choose_entries."""
+    """Implement kernels.frontier.choose_entries."""
     width = step.order.shape[0]
     most = max(2 * power_of_two(width), 128)
     _choose[(triton.cdiv(pool.capacity, _BLOCK),)](

@@ -246,7 +246,7 @@ def _dequantize(
 
 
 def dequantize(weight: QuantWeight, out: Tensor) -> None:
-    """As kernels.linear.dequantize, into `out`."""
+    """Implement kernels.linear.dequantize, writing to `out`."""
     block_n = 16
     num_out, size = out.shape
     _dequantize[(triton.cdiv(num_out, block_n), size // weight.piece)](
@@ -259,7 +259,7 @@ def stream_linear(
     rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     config: GemmConfig,
 ) -> None:  # fmt: skip
-    """As kernels.linear.stream_linear, into `out`."""
+    """Implement kernels.linear.stream_linear, writing to `out`."""
     num_rows, size = rows.shape
     num_out = out.shape[1]
     block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k

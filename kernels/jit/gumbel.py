@@ -113,7 +113,7 @@ def _gumbel(keys, key_stride, positions, token_ids, id_stride, out, size, LISTED
 
 
 def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor | None) -> Tensor:
-    """As kernels.sampling.gumbel."""
+    """Implement kernels.sampling.gumbel."""
     count, size = positions.shape[0], vocab_size if token_ids is None else token_ids.shape[1]
     out = torch.empty(count, size, dtype=torch.float32, device=positions.device)
     listed = positions if token_ids is None else token_ids.contiguous()

@@ -1,4 +1,4 @@
-"""See kernels.kv_cache."""
+"""Triton kernels of kernels.kv_cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _stamp(times, index):
 
 
 def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, num_sinks: int) -> None:
-    """As kernels.kv_cache.update_pages."""
+    """Implement kernels.kv_cache.update_pages."""
     count = updates.shape[0]
     _update[(triton.cdiv(count, 128),)](
         page_tables, updates, shifts, count, page_tables.stride(0), num_sinks,
@@ -41,7 +41,7 @@ def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, nu
 
 
 def stamp(times: Tensor, index: int) -> None:
-    """As kernels.kv_cache.stamp."""
+    """Implement kernels.kv_cache.stamp."""
     _stamp[(1,)](times, index, num_warps=1)
 
 
@@ -88,7 +88,7 @@ def _compact(
 def compact(
     k: Tensor, v: Tensor, tokens: RoundTokens, page_tables: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int
 ) -> None:
-    """As kernels.kv_cache.compact."""
+    """Implement kernels.kv_cache.compact."""
     layers, _, kv_heads, dim = k.shape
     width = kv_heads * dim
     part = min(power_of_two(width), 1024)
@@ -119,7 +119,7 @@ def _move(k, v, moves, num_moves, layer_stride, WIDTH: tl.constexpr, PART: tl.co
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
-    """As kernels.kv_cache.move."""
+    """Implement kernels.kv_cache.move."""
     layers, _, kv_heads, dim = k.shape
     width = kv_heads * dim
     part = min(power_of_two(width), 1024)

@@ -171,7 +171,7 @@ def propose(
     vocab_limit: int,
     target_ids: Tensor | None,
 ) -> None:
-    """As kernels.proposals.propose."""
+    """Implement kernels.proposals.propose."""
     (count, size), branching = logits.shape, tokens.shape[1]
     num_groups = triton.cdiv(size, state.GROUP)
     groups = max(power_of_two(num_groups), 2)

@@ -392,7 +392,7 @@ def ring_linear(
     rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     config: RingConfig,
 ) -> None:  # fmt: skip
-    """As kernels.linear.stream_linear, into `out`."""
+    """Implement kernels.linear.stream_linear, writing to `out`."""
     num_rows, size = rows.shape
     num_out = out.shape[1]
     block_m, height = config.rows(num_rows), config.tile // (2 if gated else 1)

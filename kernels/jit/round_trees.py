@@ -1,4 +1,4 @@
-"""See kernels.round_trees."""
+"""Triton kernels of kernels.round_trees."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def lay_out_committed(
     tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor, shifts: Tensor,
     out: CommittedTokens, page_size: int, lag: int, spare: int,
 ) -> None:  # fmt: skip
-    """As kernels.round_trees.lay_out_committed."""
+    """Implement kernels.round_trees.lay_out_committed."""
     slots, rows = out.token_ids.shape[0], out.table_rows.shape[0]
     _lay_out_committed[(1,)](
         tokens.positions, tokens.root, tokens.table_rows, num_tokens, committed, drafts, page_tables, shifts,
@@ -257,7 +257,7 @@ def plant_roots(
     header: Tensor, pool: CandidatePool, rows: BurstRows, at: CommittedTokens, tokens: Tensor, scores: Tensor,
     floor: float, lag: int,
 ) -> None:  # fmt: skip
-    """As kernels.round_trees.plant_roots."""
+    """Implement kernels.round_trees.plant_roots."""
     num_rows, branching = tokens.shape
     block = min(power_of_two(pool.max_seeds), 256)
     (floor_bits,) = struct.unpack("<i", struct.pack("<f", floor))
@@ -270,14 +270,14 @@ def plant_roots(
 
 
 def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
-    """As kernels.reference.round_trees.reopen_pool."""
+    """Implement kernels.reference.round_trees.reopen_pool."""
     _reopen_pool[(triton.cdiv(pool.capacity, 1024),)](
         header, pool.entries, step_size, pool.max_seeds, pool.capacity, BLOCK=1024, num_warps=4
     )
 
 
 def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: GrownTrees) -> None:
-    """As kernels.reference.round_trees.export_nodes."""
+    """Implement kernels.reference.round_trees.export_nodes."""
     width, out = order.shape[0], trees.order.shape[0]
     _export_nodes[(1,)](
         pool.entries, tables, order, trees.order, trees.pool.entries, pool.capacity, width,
@@ -286,7 +286,7 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
 
 
 def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
-    """As kernels.round_trees.merge_trees."""
+    """Implement kernels.round_trees.merge_trees."""
     slots, rows, nodes = base.token_ids.shape[0], base.table_rows.shape[0], trees.order.shape[0]
     _merge_trees[(1,)](
         base.token_ids, base.positions, base.parents, base.rows, base.first, base.root, base.table_rows,

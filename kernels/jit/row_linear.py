@@ -278,7 +278,7 @@ def norm_linear(
     rows: Tensor, weight: Tensor, norm: Tensor | None, eps: float, bias: Tensor | None, residual: Tensor | None,
     gated: bool, out: Tensor, config: RowConfig,
 ) -> None:  # fmt: skip
-    """As kernels.linear.norm_linear, into `out`."""
+    """Implement kernels.linear.norm_linear, writing to `out`."""
     (num_rows, size), num_out = rows.shape, out.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
     if config.cut and norm is None and not gated:
@@ -304,7 +304,7 @@ def norm_qkv(
     norm: Tensor | None, eps: float, bias: Tensor | None, qk_norm: Tensor | None, qk_eps: float, q: Tensor,
     config: RowConfig,
 ) -> None:  # fmt: skip
-    """As kernels.linear.norm_qkv, into `q`."""
+    """Implement kernels.linear.norm_qkv, writing to `q`."""
     num_rows, size = rows.shape
     (num_heads, dim), kv_heads = q.shape[1:], k_cache.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)

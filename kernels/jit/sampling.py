@@ -206,7 +206,7 @@ def sample_rows(
     vocab_mask: Tensor | None,
     lossy: bool,
 ) -> None:
-    """As kernels.sampling.sample_rows."""
+    """Implement kernels.sampling.sample_rows."""
     num_tokens = tokens.token_ids.shape[0]
     tiles = triton.cdiv(vocab_size, state.TILE)
     part_stride, row_stride = buffers.parts.stride(0), buffers.processed.stride(0)
@@ -347,7 +347,7 @@ def logprobs(
     walked: WalkOutputs,
     out: LogprobOutputs,
 ) -> None:
-    """As kernels.sampling.logprobs."""
+    """Implement kernels.sampling.logprobs."""
     num_rows = tokens.root.shape[0]
     block = min(2048, max(triton.next_power_of_2(vocab_size), 32))
     # Fewer than MAX_TOP_LOGPROBS columns have a top above the bound, and all else in the list ties with it.

@@ -1,4 +1,4 @@
-"""See kernels.tree."""
+"""Triton kernels of kernels.tree."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expand_tree(
     path: Tensor,
     int_params: Tensor | None,
 ) -> None:
-    """As kernels.tree.expand_tree."""
+    """Implement kernels.tree.expand_tree."""
     num_tokens, block = tokens.parents.shape[0], 8
     _expand_tree[(triton.cdiv(num_tokens, block),)](
         tokens.token_ids, tokens.parents, tokens.rows, tokens.first, tokens.cached_len, tokens.table_rows, page_tables,
@@ -184,7 +184,7 @@ def walk(
     vocab_size: int,
     lossy: bool,
 ) -> None:
-    """As kernels.tree.walk."""
+    """Implement kernels.tree.walk."""
     max_depth = out.tokens.shape[1]
     _walk[(tokens.root.shape[0],)](
         tokens.token_ids, tokens.positions, tokens.parents, tokens.first, tokens.root, tokens.table_rows,

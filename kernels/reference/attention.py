@@ -1,4 +1,4 @@
-"""See kernels.attention."""
+"""Torch reference of kernels.attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tree_attention(
     page_size: int, scale: float, path: Tensor | None, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
     positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As kernels.attention.tree_attention."""
+    """Implement kernels.attention.tree_attention."""
     out.zero_()
     seen = _bits(mask) if path is None else _named(path, 32 * mask.shape[1])
     for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
@@ -35,7 +35,7 @@ def prefill_attention(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor,
     page_size: int, scale: float, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
 ) -> Tensor:  # fmt: skip
-    """As kernels.attention.prefill_attention."""
+    """Implement kernels.attention.prefill_attention."""
     out.zero_()
     for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device).triu(cached + 1)
@@ -48,7 +48,7 @@ def prefill_attention(
 def _rows(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, page_size: int
 ) -> Iterator[tuple[int, int, int, Tensor]]:
-    """First token, last token + 1, context and KV slots of every row that has tokens."""
+    """Yield first token, last token + 1, context length and KV slots of every row that has tokens."""
     starts = first.tolist()
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
         begin, end = starts[row], starts[row + 1]
@@ -58,23 +58,23 @@ def _rows(
 
 
 def slots_of(table: Tensor, logical: Tensor, page_size: int) -> Tensor:
-    """int64 KV slots of logical positions by a row's page table [P]."""
+    """Return int64 KV slots of logical positions by a row's page table [P]."""
     return table.long()[logical // page_size] * page_size + logical % page_size
 
 
 def _bits(words: Tensor) -> Tensor:
-    """int32 [M, W] to bool [M, 32 W], from the lowest bit of the first word on."""
+    """Expand int32 [M, W] to bool [M, 32 W], from the lowest bit of the first word on."""
     return (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1).bool()
 
 
 def _named(places: Tensor, count: int) -> Tensor:
-    """Numbers [M, D], -1 for none, to bool [M, count]: which of them there are."""
+    """Return bool [M, count] with the numbers in `places` [M, D] set; -1 means none."""
     named = torch.zeros(len(places), count + 1, dtype=torch.bool, device=places.device)
     return named.scatter_(1, torch.where(places < 0, count, places).long(), True)[:, :count]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, rules: ScoreRules = PLAIN_SCORES) -> Tensor:
-    """q [n, H, D], k and v [L, KVH, D], hidden [n, L] -> [n, H * D]."""
+    """Attend with q [n, H, D] to k and v [L, KVH, D], except where hidden [n, L]: [n, H * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("nhd,lhd->nhl", q.float(), k) * scale
@@ -95,7 +95,7 @@ def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, base: int, page_size: int,
     slots: Tensor, lens: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.attention.list_branches, into `slots` and `lens`."""
+    """Implement kernels.attention.list_branches, writing to `slots` and `lens`."""
     lens.zero_()
     starts, bits = first.tolist(), _bits(mask)
     for row, table_row in enumerate(table_rows.tolist()):
@@ -110,7 +110,7 @@ def branch_attention(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
     page_size: int, scale: float, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
 ) -> Tensor:  # fmt: skip
-    """As kernels.attention.branch_attention."""
+    """Implement kernels.attention.branch_attention."""
     out.zero_()
     starts = first.tolist()
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):

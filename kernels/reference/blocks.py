@@ -1,4 +1,4 @@
-"""See kernels.blocks."""
+"""Torch reference of kernels.blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = 32
 def find_roots(
     step: StepTokens, first_given: int, injected: Tensor, slots: Tensor, places: Tensor, positions: Tensor
 ) -> None:
-    """As kernels.blocks.find_roots."""
+    """Implement kernels.blocks.find_roots."""
     given = (step.sources >= first_given) & (step.rows >= 0)
     _mark(step, injected, given)
     slots.copy_(torch.where(given, step.kv_slots, -1))
@@ -24,7 +24,7 @@ def find_roots(
 
 
 def forget_injected(step: StepTokens, injected: Tensor) -> None:
-    """As kernels.blocks.forget_injected."""
+    """Implement kernels.blocks.forget_injected."""
     _mark(step, injected, torch.zeros_like(step.rows))
 
 
@@ -37,7 +37,7 @@ def lay_out_blocks(
     roots: BlockRoots, plan: RegionPlan, region: int, mask_token: int, seen: tuple[Tensor, Tensor] | None,
     out: BlockLayout,
 ) -> None:  # fmt: skip
-    """As kernels.blocks.lay_out_blocks, into `out`."""
+    """Implement kernels.blocks.lay_out_blocks, writing to `out`."""
     num_rows = roots.positions.shape[0]
     size, device = out.token_ids.shape[0] // num_rows, roots.positions.device
     there, order = roots.there >= 0, torch.arange(size, device=device)
@@ -63,7 +63,7 @@ def lay_out_blocks(
 
 
 def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
-    """As kernels.blocks.keep_blocks."""
+    """Implement kernels.blocks.keep_blocks."""
     guesses = rows.shape[0] // where.shape[0]
     where = _requests(blocks, where)
     places = (where[:, None] * guesses + torch.arange(guesses, device=where.device)).flatten()
@@ -73,7 +73,7 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
 
 
 def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Tensor | None, out: Tensor) -> None:
-    """As kernels.blocks.read_logits, into `out`."""
+    """Implement kernels.blocks.read_logits, writing to `out`."""
     place, at, guesses = _places(blocks, where, positions)
     torch.index_select(blocks.logits, 0, at, out=out)
     if added is not None:
@@ -84,7 +84,7 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
 def read_inputs(
     blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor, out: Tensor
 ) -> None:
-    """As kernels.blocks.read_inputs, into `out`."""
+    """Implement kernels.blocks.read_inputs, writing to `out`."""
     place, at, _ = _places(blocks, where, positions)
     memory = memory.masked_fill((place == 0).unsqueeze(1), 0.0)
     torch.cat((memory, embedding.index_select(0, tokens), blocks.rows.index_select(0, at)), 1, out=out)
@@ -95,7 +95,7 @@ def _requests(blocks: BlockStore, where: Tensor) -> Tensor:
 
 
 def _places(blocks: BlockStore, where: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Places within blocks, rows of the store, and guesses of a block."""
+    """Return the nodes' places within blocks, their rows of the store, and the guesses of a block."""
     guesses = blocks.logits.shape[0] // blocks.begins.shape[0]
     where = _requests(blocks, where)
     place = positions - blocks.begins[where]

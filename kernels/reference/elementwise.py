@@ -1,4 +1,4 @@
-"""See kernels.elementwise, and kernels.exchange for the sums and joins of all ranks' rows."""
+"""Torch references of kernels.elementwise, and of the sums and joins of kernels.exchange."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ E4M3_MAX = 448.0
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As kernels.elementwise.rms_norm, into a new tensor."""
+    """Implement kernels.elementwise.rms_norm, in a new tensor."""
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(rows.dtype)
 
 
 def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.add_rms_norm."""
+    """Implement kernels.elementwise.add_rms_norm."""
     total = (stream.float() + part.float()).to(stream.dtype)
     return total, rms_norm(total, weight, eps)
 
 
 def gate_mul(gate_up: Tensor, gelu: bool) -> Tensor:
-    """As kernels.elementwise.gate_mul."""
+    """Implement kernels.elementwise.gate_mul."""
     gate, up = gate_up.float().chunk(2, 1)
     return ((functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up).to(gate_up.dtype)
 
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.recur."""
+    """Implement kernels.elementwise.recur."""
     keep, fresh, said = joint.float().chunk(3, 1)
     keep = keep.sigmoid()
     kept = keep * memory.float() + (1 - keep) * fresh.tanh()
@@ -40,7 +40,7 @@ def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As kernels.elementwise.rotary_angles."""
+    """Implement kernels.elementwise.rotary_angles."""
     angles = positions.float().unsqueeze(1) * inv_freq
     factors = torch.where(inv_freq == 0.0, 1.0, scale)
     return angles.cos() * factors, angles.sin() * factors
@@ -50,7 +50,7 @@ def write_keys(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     k_norm: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    """As kernels.elementwise.write_keys."""
+    """Implement kernels.elementwise.write_keys."""
     no_q = heads.new_empty(heads.shape[0], 0, heads.shape[-1])
     for layer, (k, v) in enumerate(zip(k_cache, v_cache, strict=True)):
         norm = None if k_norm is None else k_norm[layer]
@@ -61,7 +61,7 @@ def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     qk_norm: Tensor | None, eps: float, q: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.elementwise.rope_write."""
+    """Implement kernels.elementwise.rope_write."""
     num_heads, kv_heads = q.shape[1], k_cache.shape[1]
     queries_keys, values = heads[:, : num_heads + kv_heads].float(), heads[:, num_heads + kv_heads :]
     if qk_norm is not None:
@@ -81,7 +81,7 @@ def rope_write(
 
 
 def sum_rows(parts: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
-    """What kernels.exchange.sum_rows gives every rank, of all ranks' rows [M, width]."""
+    """Return the result of kernels.exchange.sum_rows for all ranks' rows [M, width]."""
     total = torch.zeros_like(parts[0], dtype=torch.float32)
     for part in parts:
         total += part.float()
@@ -92,11 +92,11 @@ def sum_rows(parts: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
 
 
 def sum_rows_normed(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels.exchange.sum_rows_normed."""
+    """Implement kernels.exchange.sum_rows_normed."""
     stream = sum_rows(parts, residual)
     return stream, rms_norm(stream, weight, eps)
 
 
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
-    """As kernels.exchange.join_columns."""
+    """Implement kernels.exchange.join_columns."""
     return torch.cat(list(parts), 1) + 0.0

@@ -1,4 +1,4 @@
-"""See kernels.experts."""
+"""Torch reference of kernels.experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.quant_weight import QuantWeight
 
 
 def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None, tile: int) -> Routes:
-    """As kernels.experts.route, without tiles: products go by the experts alone."""
+    """Implement kernels.experts.route, without tiles: products need only the experts."""
     lowest = torch.finfo(torch.float32).min
     logits = torch.where(logits.isnan(), lowest, logits).clamp(min=lowest)
     found, experts = logits.sort(dim=1, descending=True, stable=True)
@@ -24,7 +24,7 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None, t
 
 
 def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
-    """As kernels.experts.gate."""
+    """Implement kernels.experts.gate."""
     wide = gate_up.float()
     gates, ups = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, 1)
     gates, ups = gates.clamp(max=gating.limit), ups.clamp(-gating.limit, gating.limit)
@@ -39,7 +39,7 @@ def expert_linear(
     gating: Gating | None,
     interleaved: bool,
 ) -> Tensor:
-    """As kernels.experts.expert_linear: only experts that were woken are looked at."""
+    """Implement kernels.experts.expert_linear, reading only experts that were chosen."""
     height = weight.num_out if isinstance(weight, QuantWeight) else weight.shape[1]
 
     def product(expert: int, own: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def expert_linear(
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
-    """As kernels.experts.combine."""
+    """Implement kernels.experts.combine."""
     num_tokens, num_active = routes.experts.shape
     weighted = pairs.float().view(num_tokens, num_active, -1) * routes.weights.unsqueeze(2)
     weighted = torch.where((routes.experts < 0).unsqueeze(2), 0.0, weighted)

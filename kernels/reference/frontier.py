@@ -1,4 +1,4 @@
-"""See kernels.frontier."""
+"""Torch reference of kernels.frontier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NEVER = float("-inf")
 
 
 def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
-    """As kernels.frontier.begin_burst."""
+    """Implement kernels.frontier.begin_burst."""
     count = int(header[NUM_SEEDS])
     pool.entries[:, :count] = seeds[:, :count]
     _scores(pool)[count : pool.max_seeds] = _NEVER
@@ -47,7 +47,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
 def reroot_pool(
     header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
 ) -> None:
-    """As kernels.frontier.reroot_pool."""
+    """Implement kernels.frontier.reroot_pool."""
     limit = min(pool.max_seeds + int(header[STEP]) * step_size, pool.capacity)
     scores, bases = _scores(pool)[:limit], pool.entries[BASE].view(torch.float32)[:limit]
     shifts = reroots[:, SHIFT].contiguous().view(torch.float32)
@@ -74,13 +74,13 @@ def reroot_pool(
 
 
 def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
-    """As kernels.frontier.add_seeds."""
+    """Implement kernels.frontier.add_seeds."""
     first, count = seeds[FIRST_SEED], seeds[NUM_NEW_SEEDS]
     pool.entries[:, first : first + count] = seeds[SEED_HEADER_WORDS:].view(NUM_FIELDS, -1)[:, :count]
 
 
 def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
-    """As kernels.frontier.choose_entries."""
+    """Implement kernels.frontier.choose_entries."""
     limit = pool.max_seeds + int(header[STEP]) * step.order.shape[0] * branching
     scores = _scores(pool)[:limit]
     usable = (scores >= header[FLOOR : FLOOR + 1].view(torch.float32)) & (scores > _NEVER)
@@ -92,7 +92,7 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
 
 
 def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
-    """As kernels.frontier.place_entries."""
+    """Implement kernels.frontier.place_entries."""
     chosen = [entry for entry in step.order.tolist() if entry >= 0]
     step.order.fill_(-1)
     fields = pool.entries[:, chosen].t().tolist()
@@ -153,7 +153,7 @@ def _write(
     entry: list[int],
     slot: int,
 ) -> None:
-    """One token at its place; its ancestors of this step have been written."""
+    """Write one token at its place, after its ancestors of this step."""
     row, parent, feature = entry[ROW], entry[PARENT], entry[FEATURE]
     table_row = int(rows.table_rows[row])
     num_tables, region, _ = plan.slot_masks.shape
@@ -181,7 +181,7 @@ def _write(
 def append_candidates(
     header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
-    """As kernels.frontier.append_candidates."""
+    """Implement kernels.frontier.append_candidates."""
     width, branching = tokens.shape
     number, size = int(header[STEP]), width * branching
     if number >= results.shape[0]:

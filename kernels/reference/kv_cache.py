@@ -1,4 +1,4 @@
-"""See kernels.kv_cache."""
+"""Torch reference of kernels.kv_cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.sampling_state import RoundTokens
 
 
 def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, num_sinks: int) -> None:
-    """As kernels.kv_cache.update_pages."""
+    """Implement kernels.kv_cache.update_pages."""
     for row, place, page in updates.tolist():
         if row < 0:
             continue
@@ -22,7 +22,7 @@ def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, nu
 def compact(
     k: Tensor, v: Tensor, tokens: RoundTokens, page_tables: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int
 ) -> None:
-    """As kernels.kv_cache.compact."""
+    """Implement kernels.kv_cache.compact."""
     for row, count in enumerate(num_tokens.tolist()):
         if int(tokens.root[row]) < 0 or count < 2:
             continue
@@ -36,7 +36,7 @@ def compact(
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
-    """As kernels.kv_cache.move."""
+    """Implement kernels.kv_cache.move."""
     source, target = moves[(moves >= 0).all(1)].long().unbind(1)
     for cache in (k, v):
         cache[:, target] = cache[:, source]

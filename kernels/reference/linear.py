@@ -1,4 +1,4 @@
-"""See kernels.linear."""
+"""Torch reference of kernels.linear."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stream_linear(
     gated: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """As kernels.linear.stream_linear."""
+    """Implement kernels.linear.stream_linear."""
     wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
     product = rows.float() @ wide.T
     if bias is not None:
@@ -40,7 +40,7 @@ def norm_linear(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """As kernels.linear.norm_linear, into a new tensor."""
+    """Implement kernels.linear.norm_linear, in a new tensor."""
     normed = rows if norm is None else rms_norm(rows, norm, eps)
     return stream_linear(normed, weight, bias, residual, gated, rows.dtype)
 
@@ -49,7 +49,7 @@ def norm_qkv(
     rows: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     norm: Tensor | None, eps: float, bias: Tensor | None, qk_norm: Tensor | None, qk_eps: float, q: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.linear.norm_qkv, into `q`."""
+    """Implement kernels.linear.norm_qkv, writing to `q`."""
     normed = rows if norm is None else rms_norm(rows, norm, eps)
     product = stream_linear(normed, weight, bias, None, False, torch.float32)
     heads = product.view(rows.shape[0], -1, q.shape[2])

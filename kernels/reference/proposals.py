@@ -1,4 +1,4 @@
-"""See kernels.proposals. One node at a time, with sorts."""
+"""Torch reference of kernels.proposals: one node at a time, with sorts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def propose(
     vocab_limit: int,
     target_ids: Tensor | None,
 ) -> None:
-    """As kernels.proposals.propose."""
+    """Implement kernels.proposals.propose."""
     tokens.fill_(-1)
     scores.fill_(-torch.inf)
     ids = torch.arange(logits.shape[1], device=logits.device) if target_ids is None else target_ids.long()
@@ -44,7 +44,7 @@ def propose(
 
 
 def _ranks(values: Tensor, noise: Tensor | None, floats: Tensor) -> Tensor:
-    """float64 [N]; `noise` is the children's, if it decides."""
+    """Return float64 ranks [N]; `noise` is that of the children, None if it does not count."""
     temperature, tau = floats[state.TEMPERATURE], floats[state.TAU]
     if not float(temperature) > 0:
         return values.double()

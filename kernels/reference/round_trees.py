@@ -1,4 +1,4 @@
-"""See kernels.round_trees."""
+"""Torch reference of kernels.round_trees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lay_out_committed(
     tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor, shifts: Tensor,
     out: CommittedTokens, page_size: int, lag: int, spare: int,
 ) -> None:  # fmt: skip
-    """As kernels.round_trees.lay_out_committed."""
+    """Implement kernels.round_trees.lay_out_committed."""
     padding = {"token_ids": 0, "positions": 0, "rotary": 0, "parents": -1, "rows": -1, "sources": spare}
     for field, value in padding.items():
         getattr(out, field).fill_(value)
@@ -64,7 +64,7 @@ def plant_roots(
     header: Tensor, pool: CandidatePool, rows: BurstRows, at: CommittedTokens, tokens: Tensor, scores: Tensor,
     floor: float, lag: int,
 ) -> None:  # fmt: skip
-    """As kernels.round_trees.plant_roots."""
+    """Implement kernels.round_trees.plant_roots."""
     num_rows, branching = tokens.shape
     there = at.draft_rows >= 0
     header[STEP], header[NUM_SEEDS], header[3] = 0, pool.max_seeds, 0
@@ -84,14 +84,14 @@ def plant_roots(
 
 
 def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
-    """All entries that steps brought may be chosen, run or not; what lies behind them may not."""
+    """Allow all seeds and entries that steps added to be chosen, whether run or not, but none after them."""
     scores = pool.entries[SCORE].view(torch.float32)
     scores.copy_(pool.entries[BASE].view(torch.float32))
     scores[pool.max_seeds + int(header[STEP]) * step_size :] = float("-inf")
 
 
 def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: GrownTrees) -> None:
-    """The chosen entries, in their order, become the nodes of `trees`; `order` is -1 again."""
+    """Copy the chosen entries, in their order, to `trees`, and reset `order` to -1."""
     chosen = order[order >= 0].long()
     order.fill_(-1)
     count = len(chosen)
@@ -102,7 +102,7 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
 
 
 def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
-    """As kernels.round_trees.merge_trees."""
+    """Implement kernels.round_trees.merge_trees."""
     num_rows = base.table_rows.shape[0]
     chosen = [index for index in trees.order[: int(limits.most)].tolist() if index >= 0]
     fields = trees.pool.entries[:, chosen].t().tolist()

@@ -1,4 +1,4 @@
-"""See kernels.sampling. One token at a time, with sorts."""
+"""Torch reference of kernels.sampling: one token at a time, with sorts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise of `token_ids` [N, K] under `keys` [N, 3] at `positions` [N]: float32 [N, K]."""
+    """Return the noise of `token_ids` [N, K] under `keys` [N, 3] at `positions` [N]: float32 [N, K]."""
     ids = token_ids.long()
     columns = [word[:, None].expand_as(ids) for word in (positions, *keys.unbind(1))]
     position, low, high, choice = columns
@@ -24,14 +24,14 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def coins(keys: Tensor, positions: Tensor) -> Tensor:
-    """The levels' coins under `keys` [N, 3] at `positions` [N]: float64 [N] between 0 and 1."""
+    """Return the coins of lossy acceptance under `keys` [N, 3] at `positions` [N]: float64 [N] between 0 and 1."""
     low, high, choice = keys.unbind(1)
     zeros = torch.zeros_like(positions)
     return (philox(zeros, positions, choice, zeros + 1, low, high)[0].double() + 0.5) * 2.0**-32
 
 
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
-    """Philox 4x32-10 of counters and keys given as words of one shape: four int64 tensors of 32-bit words."""
+    """Return Philox 4x32-10 of counters and keys, given as words of one shape: four int64 tensors of 32-bit words."""
     factored, other, key = (torch.stack(pair).long() & _WORD for pair in ((c0, c2), (c1, c3), (k0, k1)))
     one_each = (2,) + (1,) * c0.ndim
     factors = torch.tensor((0xD2511F53, 0xCD9E8D57), device=c0.device).view(one_each)
@@ -53,7 +53,7 @@ def sample_rows(
     vocab_mask: Tensor | None,
     lossy: bool,
 ) -> None:
-    """As kernels.sampling.sample_rows."""
+    """Implement kernels.sampling.sample_rows."""
     rows = [int(tokens.table_rows[row]) if row >= 0 else -1 for row in tokens.rows.tolist()]
     noisy, ids = tables.float_params[:, state.TEMPERATURE] > 0, torch.arange(vocab_size, device=logits.device)
     noise = noise_of_rows(rows, noisy, tables.int_params, tokens.positions, ids)
@@ -81,7 +81,7 @@ def sample_rows(
 
 
 def noise_of_rows(rows: list[int], noisy: Tensor, ints: Tensor, positions: Tensor, ids: Tensor) -> dict[int, Tensor]:
-    """Noise of `ids` [N] by index of `rows`, where one is `noisy`; made at once, since it is many small steps."""
+    """Return noise of `ids` [N] by index in `rows`, for noisy rows; computed together, since it is many small steps."""
     drawn = [index for index, row in enumerate(rows) if row >= 0 and bool(noisy[row])]
     if not drawn:
         return {}
@@ -104,7 +104,7 @@ def adjust(
     table_row: int,
     vocab_mask: Tensor | None,
 ) -> Tensor:
-    """Penalties, bias, masks and temperature on one row of logits: float32 [V], a new tensor or `row` itself."""
+    """Apply penalties, bias, masks and temperature to a row of logits: float32 [V], a new tensor or `row` itself."""
     floats, flags = tables.float_params[table_row], int(tables.int_params[table_row, state.FLAGS])
     if flags & state.PENALIZED:
         counts = tables.counts[table_row] & (state.ENDS_ANSWER - 1)
@@ -130,7 +130,7 @@ def adjust(
 
 
 def kept(row: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
-    """Which tokens of a processed row [V] are left by top-k, top-p and min-p: bool [V]."""
+    """Return bool [V]: whether top-k, top-p and min-p keep each token of a processed row [V]."""
     top_k, top_p, min_p = int(ints[state.TOP_K]), float(floats[state.TOP_P]), float(floats[state.MIN_P])
     order = row.sort(descending=True, stable=True).indices
     alive = torch.ones_like(row, dtype=torch.bool)
@@ -140,7 +140,7 @@ def kept(row: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     distance = row.double() - row.max().double()
     if top_p < 1:
         mass = distance[order].exp().cumsum(0)
-        # The likeliest stays; another one does if those before it have less mass than wanted.
+        # The likeliest token stays; another one does if those before it have less mass than top_p.
         alive[order[1:][mass[:-1] >= top_p * mass[-1]]] = False
     if min_p > 0:
         alive &= distance >= torch.tensor(min(min_p, 1.0), dtype=torch.float64, device=row.device).log()
@@ -155,7 +155,7 @@ def logprobs(
     walked: WalkOutputs,
     out: LogprobOutputs,
 ) -> None:
-    """As kernels.sampling.logprobs."""
+    """Implement kernels.sampling.logprobs."""
     for row in range(tokens.root.shape[0]):
         wanted = int(tables.int_params[int(tokens.table_rows[row]), state.NUM_LOGPROBS])
         wanted = min(wanted, state.MAX_TOP_LOGPROBS, vocab_size)

@@ -1,4 +1,4 @@
-"""See kernels.tree."""
+"""Torch reference of kernels.tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def expand_tree(
     path: Tensor,
     int_params: Tensor | None = None,
 ) -> None:
-    """As kernels.tree.expand_tree."""
+    """Implement kernels.tree.expand_tree."""
     slots.fill_(-1)
     mask.zero_()
     path.fill_(-1)
@@ -53,7 +53,7 @@ def walk(
     vocab_size: int,
     lossy: bool,
 ) -> None:
-    """As kernels.tree.walk."""
+    """Implement kernels.tree.walk."""
     max_depth = out.tokens.shape[1]
     for row in range(tokens.root.shape[0]):
         out.num_tokens[row], out.error[row] = 0, 0
@@ -83,7 +83,7 @@ def walk(
                 accepted.append(node)
         if int(out.error[row]):
             continue
-        # A walk cut short at the last column has a bonus token that is a node; it is no accepted one.
+        # If a walk stops at the last column, its bonus token may be a node, which does not count as accepted.
         accepted = accepted[: max(len(committed) - 1, 0)]
         out.num_tokens[row] = len(committed)
         out.tokens[row, : len(committed)] = torch.tensor(committed, dtype=torch.int32)
@@ -105,7 +105,7 @@ def _choose(
     buffers: SampleBuffers,
     vocab_size: int,
 ) -> int:
-    """The token that the acceptance thresholds let through at a node, or sample in place of all its children."""
+    """Return the child that the acceptance thresholds accept, or a token sampled from all but the children."""
     floats, keys = tables.float_params[table_row], tables.int_params[[table_row], : state.CHOICE_INDEX + 1]
     processed: Tensor = buffers.processed[node, :vocab_size]
     position = tokens.positions[node : node + 1] + 1
