@@ -13,7 +13,7 @@ MAX_QUANTIZED_ROWS = 256
 multiply with cuBLAS. For 192 and 256 rows, all products of an 8B model take an H100 8.5 and 11.3 ms the first way and
 13.8 and 14.4 ms dequantized in int4; 11.5 and 15.3, and 14.8 and 15.4, in fp8 blocks
 (benchmarks/results/engine_quantized_passes_h100.json)."""
-MAX_MEASURED_WEIGHTS = 40_000_000
+LARGE_WEIGHTS = 40_000_000
 """From this many weights on our kernel is used above 32 rows; with fewer, cuBLAS reads some weights faster at 64."""
 SMALL_WEIGHTS = 1_500_000
 """Up to this many weights our kernel is faster at 64 rows too, 1.25 to 1.4 times for products of SmolLM2-135M."""
@@ -199,7 +199,7 @@ def stretches(split_k: int, per_sm: int, tiles: int, steps: int, processors: int
 
 def worth_streaming(num_rows: int, num_weights: int) -> bool:
     """Whether our kernel is about as fast as cuBLAS or faster: with few rows, or with few or very many weights."""
-    return num_rows <= 32 or (num_rows <= MAX_ROWS and not SMALL_WEIGHTS < num_weights < MAX_MEASURED_WEIGHTS)
+    return num_rows <= 32 or (num_rows <= MAX_ROWS and not SMALL_WEIGHTS < num_weights < LARGE_WEIGHTS)
 
 
 MAX_SIZE = 1536
