@@ -16,7 +16,7 @@ from kernels.launch import power_of_two, starts_early
 from kernels.quant_weight import QuantWeight
 
 _CHUNK = 512
-"""Pairs that a program looks at together."""
+"""Pairs that a program reads at a time."""
 
 
 @triton.jit
@@ -25,14 +25,14 @@ def _choose(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_ACTIVE: tl.constexpr, ACTIVE: tl.constexpr,
     TILE: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). LONE: there is one token, and each of its experts is a tile of one pair; nothing is to align."""
+    """Grid (tokens,). LONE: there is only one token, so each of its experts is a tile of one pair, without `_align`."""
     release_and_wait(PDL)
     LOWEST: tl.constexpr = -3.4028234663852886e38
     token = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     place = tl.arange(0, ACTIVE)
     found = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=LOWEST)
-    # Not a number is not equal to itself.
+    # NaN is not equal to itself.
     found = tl.where(found == found, tl.maximum(found, LOWEST), LOWEST)
     left = tl.where(expert < NUM_EXPERTS, found, float("-inf"))
     highest = tl.max(left, axis=0)
@@ -98,7 +98,7 @@ def _align(
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts,): each counts the pairs of all, and then places its own."""
+    """Grid (experts,): each program counts the pairs of all experts, then places the pairs of its own."""
     release_and_wait(PDL)
     own = tl.program_id(0)
     bin = tl.arange(0, BINS)
@@ -106,7 +106,7 @@ def _align(
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-        # Padding is counted behind all experts.
+        # Padding counts in a bin after all experts.
         counts += tl.histogram(tl.where(expert < 0, NUM_EXPERTS, expert), BINS)
     tiles = tl.where(bin < NUM_EXPERTS, (counts + TILE - 1) // TILE, 0)
     first = tl.sum(tl.where(bin < own, tiles, 0), axis=0)
@@ -143,14 +143,14 @@ def _lay_out(num_experts: int, routes: Routes) -> None:
 @triton.jit
 def _load_weights(start, row, inside, column, size, EVEN: tl.constexpr):
     places = start + row.to(tl.int64)[:, None] * size + column[None, :]
-    # Weights leave L2 first: most are read once a round.
+    # Evict weights from L2 first: most are read once a round.
     there = inside[:, None] if EVEN else inside[:, None] & (column[None, :] < size)
     return tl.load(places, mask=there, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _load_factors(source, there, column, size, EVEN: tl.constexpr):
-    """Columns of pairs' rows."""
+    """Load columns of the pairs' rows."""
     wanted = there[:, None] if EVEN else there[:, None] & (column[None, :] < size)
     return tl.load(source + column[None, :], mask=wanted, other=0.0)
 
@@ -180,7 +180,7 @@ def _expert_linear(
     DEPTH: tl.constexpr = BLOCK_K // PARTS
     stored = size // PARTS
     start = weight + expert.to(tl.int64) * NUM_ROWS * stored
-    # Rows behind the last one are never stored; scales are read where they are.
+    # Results of rows past the last one are never stored, but their scales must be read from valid addresses.
     real = tl.minimum(column, num_out - 1)
     gate_row = real * 2 if INTERLEAVED else real
     up_row = gate_row + 1 if INTERLEAVED else gate_row + num_out
@@ -252,14 +252,14 @@ def expert_linear(
 
 
 def _cut(tile: int, gated: bool, rows: Tensor, weight: Tensor | QuantWeight) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, stages and warps."""
+    """Return BLOCK_N, BLOCK_K, stages and warps."""
     if isinstance(weight, QuantWeight):
         return 64, weight.piece, 3, 8 if tile >= 128 else 4
     if rows.element_size() > 2:
         return 32, 32, 2, 4
     if tile >= 64:
         return (64 if gated else 128), 64, 3, 8 if tile >= 128 else 4
-    # On an H100, 1 to 64 tokens of Qwen3-30B-A3B: 2.4 to 3.1 TB/s, where steps of 64 columns reach 2.2 to 2.9.
+    # On an H100, 1 to 64 tokens of Qwen3-30B-A3B reach 2.4 to 3.1 TB/s; with steps of 64 columns 2.2 to 2.9.
     return 64, 128, 3 if gated else 4, 4
 
 
@@ -276,7 +276,7 @@ def _combine(
     total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(NUM_ACTIVE):
         pair = token * NUM_ACTIVE + k
-        # What pairs of padding hold is anybody's guess.
+        # Padding pairs are undefined.
         there = inside & (tl.load(experts + pair) >= 0)
         value = tl.load(pairs + pair * size + column, mask=there, other=0.0).to(tl.float32)
         total += value * tl.load(weights + pair)

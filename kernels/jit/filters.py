@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p over one row of processed logits, by search instead of by sorting.
 
-Tokens stand in one order: larger logits first, equal ones by id. What a filter keeps is a beginning of that order,
-so it is known by its border: the last token's logit, as an integer key of the same order, and id. A border is found
-by counting tokens, or summing their weights, above several thresholds at once. A shortlist of the best tokens, if it
-surely holds all that will be kept, stands in for the row.
+Tokens are ordered by logit, the larger first, then by id. A filter keeps a prefix of that order, which is defined by
+its border: the logit, as an integer key of the same order, and the id of the last token. A border is found by counting
+tokens, or summing their weights, above several thresholds at once. A shortlist of the best tokens replaces the row if
+it is certain to hold all tokens that will be kept.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from kernels.jit.gumbel import noise_of_ids, noise_of_tile
 
 _WAYS: tl.constexpr = tl.constexpr(8)
 LOWEST_KEY: tl.constexpr = tl.constexpr(-2147483648)
-"""No token has a lower key."""
+"""A key that no token is below."""
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
-"""Above all ids, and above the keys of all numbers."""
+"""Above all ids, and above all keys except those of NaN."""
 
 
 @triton.jit
 def order_key(values):
-    """float32 to int32 of the same order; -0.0 counts as 0.0."""
+    """Map float32 to int32 of the same order; -0.0 counts as 0.0."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of_key(key):
-    """The inverse of `order_key`."""
+    """Invert `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_tile(values, ids, listed, start, size, BLOCK: tl.constexpr):
-    """Logits and ids of tokens start .. of a row or, if `listed` is its size and not 0, of a shortlist."""
+    """Load logits and ids of tokens from `start` on, of a row or, if `listed` is its size and not 0, of a shortlist."""
     offsets = start + tl.arange(0, BLOCK)
     inside = offsets < size
     logits = tl.load(values + offsets, mask=inside, other=float("-inf"))
@@ -50,7 +50,7 @@ def _within(keys, token_ids, border_key, border_id):
 
 @triton.jit
 def total_weight(values, ids, listed, size, top, border_key, border_id, floor, BLOCK: tl.constexpr):
-    """Sum of exp(logit - top) over tokens within the border and at least `floor` from the top, float64."""
+    """Return the sum of exp(logit - top), float64, over tokens within the border with logit - top >= `floor`."""
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):
         logits, token_ids, inside = _load_tile(values, ids, listed, start, size, BLOCK)
@@ -65,11 +65,12 @@ def _search(
     values, ids, listed, size, top, border_key, border_id, tie_key, need, low, high,
     MASS: tl.constexpr, BY_ID: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest threshold in low .. high - 1 above which the tokens within the border reach `need`.
+    """Find the largest threshold in low .. high - 1 above which the tokens within the border reach `need`.
 
-    Tokens are counted, or with MASS weighed; a token is above a threshold if its key is at least that or, BY_ID, if its
-    key is above `tie_key`, or equal and its negative id at least the threshold. `low` must reach `need`, `high` not.
-    Returns the threshold, what it reaches (infinite if unknown) and what the next one reaches.
+    Tokens are counted or, with MASS, weighted. A token is above a threshold if its key is at least the threshold; with
+    BY_ID, if its key is above `tie_key`, or equal to it and its negative id is at least the threshold. `low` must reach
+    `need`, `high` must not. Returns the threshold, the sum it reaches (infinite if unknown) and the sum that the next
+    one reaches.
     """
     steps = tl.arange(0, _WAYS).to(tl.int64) + 1
     beyond = need - need
@@ -106,14 +107,14 @@ def _border(
     values, ids, listed, size, top, border_key, border_id, need, vocab_size, low,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Key and id of the token at which the tokens within the old border, taken in order, reach `need`."""
+    """Return key and id of the token at which the tokens within the old border, taken in order, reach `need`."""
     high = order_key(top.to(tl.float32)).to(tl.int64) + 1
     zero = high - high
     found, reached, beyond = _search(
         values, ids, listed, size, top, border_key, border_id, border_key, need, low, high, MASS, False, BLOCK
     )  # fmt: skip
     key = found.to(tl.int32)
-    # One token alone at the border, or a border behind all of its equals, needs no search among ids.
+    # A single token at the border, or a border after all tokens of its key, needs no search among ids.
     tied = reached - beyond > 1.5 * tl.exp(value_of_key(key).to(tl.float64) - top) if MASS else reached > need
     last_id = border_id - border_id + NO_TOKEN
     if tied:
@@ -122,7 +123,7 @@ def _border(
             MASS, True, BLOCK,
         )  # fmt: skip
         last_id = (-lowest).to(tl.int32)
-    # The old border's id counts at the old border's own key alone, where it may be the tighter one.
+    # The old border's id counts only at the old border's key, where it may be the tighter one.
     return key, tl.where(key == border_key, tl.minimum(last_id, border_id), last_id)
 
 
@@ -130,10 +131,10 @@ def _border(
 def shortlist(
     values, list_values, list_ids, vocab_size, top, wanted, target, floor, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """How far down from the top filters need to look at all, and a list of the tokens above if they are few enough.
+    """Find how far down from the top filters need to look, and list the tokens above that if they are few enough.
 
-    It is enough to see `wanted` tokens, or the mass `target`, or down by `floor`, which is the log of a ratio.
-    Returns the lowest key looked at, how many tokens reach it, and as many if they are listed, else 0.
+    It is enough to see `wanted` tokens, or the mass `target`, or logits down to top + `floor` (the log of a ratio).
+    Returns the lowest key to look at, how many tokens reach it, and the same number if they are listed, otherwise 0.
     """
     steps = tl.arange(0, _WAYS).to(tl.float32)
     nats = tl.exp2(steps * 0.7)
@@ -147,7 +148,7 @@ def shortlist(
         counts += above.to(tl.int32)
         masses += tl.where(above, tl.exp(logits - top.to(tl.float32))[None, :], 0.0)
     count, mass = tl.sum(counts, axis=1), tl.sum(masses, axis=1)
-    # This mass is a float32 sum, so it must reach somewhat more.
+    # The mass is a float32 sum, so require slightly more.
     deep = limits.to(tl.float64) - top <= floor
     enough = (count >= wanted) | (mass.to(tl.float64) >= target * 1.0001) | deep
     limit = tl.max(tl.where(enough, limits, float("-inf")), axis=0)
@@ -158,13 +159,13 @@ def shortlist(
         for start in range(0, vocab_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             logits = tl.load(values + offsets, mask=offsets < vocab_size, other=float("-inf"))
-            # Behind the row's end lies -inf, which the limit may be too.
+            # Past the row's end logits are -inf, which the limit may be, too.
             near = (logits >= limit) & (offsets < vocab_size)
             places = written + tl.cumsum(near.to(tl.int32), axis=0) - 1
             tl.store(list_values + places, logits, mask=near)
             tl.store(list_ids + places, offsets, mask=near)
             written += tl.sum(near.to(tl.int32), axis=0)
-        # The list is read by other threads than those that wrote it.
+        # Threads read entries of the list that other threads wrote.
         tl.debug_barrier()
     return order_key(limit), length, listed
 
@@ -174,10 +175,10 @@ def borders(
     values, ids, listed, size, vocab_size, top, lowest_key, length, target, top_k, top_p, has_k, has_p,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last token that top-k and then top-p keep: its key and id.
+    """Return key and id of the last token that top-k and then top-p keep.
 
-    `values` and `ids` hold a row or its shortlist, `size` tokens, of which `length` reach `lowest_key`, as all do that
-    any filter keeps. `target` is the mass that top-p wants where there is no top-k.
+    `values` and `ids` hold `size` tokens of a row or its shortlist. `length` of them reach `lowest_key`, among them all
+    that any filter keeps. `target` is the mass that top-p needs if there is no top-k.
     """
     border_key, border_id = lowest_key, length - length + NO_TOKEN
     low = lowest_key.to(tl.int64)
@@ -189,7 +190,7 @@ def borders(
         total = total_weight(values, ids, listed, size, top, border_key, border_id, float("-inf"), BLOCK)
         # The likeliest token has weight 1 and is always kept.
         need = tl.maximum(tl.where(has_k, total * top_p, target), 1.0)
-        # Min-p may end above the border: then it alone decides.
+        # If the total is less, min-p ends above the border of top-p and decides alone.
         if total >= need:
             border_key, border_id = _border(
                 values, ids, listed, size, top, border_key, border_id, need, vocab_size, low, True, BLOCK
@@ -201,7 +202,7 @@ def borders(
 def best_within(
     values, ids, listed, size, top, border_key, border_id, floor, position, low, high, choice, BLOCK: tl.constexpr
 ):
-    """The token of largest logit + noise within border and `floor`; of equals the lowest id."""
+    """Return the token of largest logit + noise within border and `floor`; among equals the lowest id."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = tl.full([BLOCK], NO_TOKEN, tl.int32)
     for start in range(0, size, BLOCK):
@@ -213,7 +214,7 @@ def best_within(
         else:
             noise = noise_of_tile(start // BLOCK, position, low, high, choice, BLOCK)
         scores = tl.where(kept, logits + noise, float("-inf"))
-        # Ids ascend from tile to tile, so the first of equals stays.
+        # Ids ascend from tile to tile, so the first of equal scores stays.
         better = scores > best
         best, best_ids = tl.where(better, scores, best), tl.where(better, token_ids, best_ids)
     return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, NO_TOKEN), axis=0)
@@ -221,7 +222,7 @@ def best_within(
 
 @triton.jit
 def drop_filtered(values, vocab_size, top, border_key, border_id, floor, BLOCK: tl.constexpr):
-    """Write -inf over the logits of a row that are not within the border and `floor`."""
+    """Overwrite the logits of a row that are not within border and `floor` with -inf."""
     for start in range(0, vocab_size, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < vocab_size

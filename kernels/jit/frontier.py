@@ -34,29 +34,29 @@ NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
 
-# A key is the score's order, and below it how far the entry is from the pool's last possible one.
+# A key is the score's order, and in its low bits the entry's distance from the last possible index of a pool.
 _INDEX_BITS: tl.constexpr = tl.constexpr(state.MAX_ENTRIES.bit_length() - 1)
 _LAST_INDEX: tl.constexpr = tl.constexpr(state.MAX_ENTRIES - 1)
 _NO_KEY: tl.constexpr = tl.constexpr(-(1 << 62))
 
-# A tally counts what is listed, and above these bits the programs that have ended.
+# A tally counts listed entries in its low 32 bits, and programs that have ended above them.
 _LISTED_BITS: tl.constexpr = tl.constexpr(32)
 _LISTED: tl.constexpr = tl.constexpr((1 << 32) - 1)
 
-# Bins that keys are counted in. The first ones reach from the floor over 8 powers of two; the widest take all keys.
+# Bins to count keys in. Those of the first pass cover 8 powers of two from the floor; the widest cover all keys.
 _BIN_BITS: tl.constexpr = tl.constexpr(8)
 _BINS: tl.constexpr = tl.constexpr(256)
 _FIRST_SHIFT: tl.constexpr = tl.constexpr(state.MAX_ENTRIES.bit_length() - 1 + 23 + 3 - 8)
 _WIDEST_SHIFT: tl.constexpr = tl.constexpr(state.MAX_ENTRIES.bit_length() - 1 + 32 - 8)
 
-# Entries of a program, one a thread; listed keys that the last one takes at a time; keys that it ranks at a time, and
-# that it compares these with.
+# Entries of a program, one a thread. For the last program: listed keys that it reads at a time, keys that it ranks at a
+# time, and keys that it compares them with at a time.
 _BLOCK = 256
 _TILE = 1024
 _OWN = 256
 _OTHERS = 32
 
-# Entries that a program of seeds, or of the pool, sees to.
+# Entries that a program handles when it copies seeds or re-roots the pool.
 _SEEDS = 256
 
 
@@ -71,7 +71,7 @@ def _begin(
     MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, MASK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs of seeds, then one for each row. SIZE = region * WORDS."""
+    """Grid: programs of seeds, then a program for each row. SIZE = region * WORDS."""
     program = tl.program_id(0)
     if program < num_seed_programs:
         index = program * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +98,7 @@ def _reroot(
     MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, REGION: tl.constexpr, REGION_PAD: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs of entries, then one for each row, which gets more tree slots."""
+    """Grid: programs of entries, then for each row a program that adds its new tree slots."""
     program = tl.program_id(0)
     LINE: tl.constexpr = _REROOT_WORDS + REGION
     if program < num_entry_programs:
@@ -110,7 +110,7 @@ def _reroot(
         root = tl.load(reroots + row * LINE + _NEW_ROOT, mask=there, other=-1)
         slot = tl.load(reroots + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
         asked = there & ((root >= 0) | (slot != -1))
-        # Another program may count the root's score anew by now; it is -inf before and after, or neither.
+        # Another program may have updated the root's score by now, but not whether it is -inf.
         in_pool = asked & (root >= 0)
         ran = in_pool & (_as_float(tl.load(entries + SCORE * CAPACITY + root, mask=in_pool, other=0)) == NEVER)
         slot = tl.where(in_pool, tl.load(entries + SLOT * CAPACITY + root, mask=ran, other=-1), slot)
@@ -126,7 +126,7 @@ def _reroot(
         tl.store(entries + SCORE * CAPACITY + index, score.to(tl.int32, bitcast=True), mask=asked)
         tl.store(entries + BASE * CAPACITY + index, base.to(tl.int32, bitcast=True), mask=asked & alive)
     else:
-        # Names of their own: in the programs of entries the same ones would stand for blocks.
+        # Separate names: in the branch above, the same names stand for blocks.
         lone_row = program - num_entry_programs
         line = reroots + lone_row * LINE
         count, start = tl.load(line + _NUM_NEW_SLOTS), tl.load(num_free + lone_row)
@@ -134,14 +134,14 @@ def _reroot(
         more = number < count
         spare = tl.load(line + _REROOT_WORDS + number, mask=more, other=0)
         tl.store(free + lone_row * REGION + (start + number) % REGION, spare, mask=more)
-        # Other threads may still have to read where they begin.
+        # Other threads may not have read `num_free` yet.
         tl.debug_barrier()
         tl.store(num_free + lone_row, start + count)
 
 
 @triton.jit
 def _add(entries, seeds, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program. SIZE seeds at most."""
+    """One program, for at most SIZE seeds."""
     first, count = tl.load(seeds + _FIRST_SEED), tl.load(seeds + _NUM_NEW_SEEDS)
     index = tl.arange(0, BLOCK)
     used = index < tl.minimum(count, SIZE)
@@ -152,7 +152,7 @@ def _add(entries, seeds, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _earlier_links(there, row, parent, slot, WIDTH_PAD: tl.constexpr):
-    """Of each chosen entry, the earlier one whose tree slot is its parent's; -1 for none."""
+    """Return for each chosen entry the earlier one in its parent's tree slot; -1 for none."""
     number = tl.arange(0, WIDTH_PAD)
     same = (row[:, None] == row[None, :]) & (there[:, None] & there[None, :])
     match = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
@@ -162,10 +162,11 @@ def _earlier_links(there, row, parent, slot, WIDTH_PAD: tl.constexpr):
 
 @triton.jit
 def _climb(links, there, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, WORDS_PAD: tl.constexpr):
-    """From each entry up through its ancestors of this step.
+    """Go from each entry up through its ancestors of this step.
 
-    `links` holds of each entry the number of the next one above or -1, its fixed tree slot or -1, and its parent, or -2
-    where it has to wait. Returns the tree slots on the way as bits, the parent of the topmost, and whether any waits.
+    `links` holds for each entry the number of the next one above or -1, its fixed tree slot or -1, and its parent, or
+    -2 if it has to wait. Returns the tree slots on the way as bits, the parent of the topmost entry, and whether any
+    entry waits.
     """
     ancestor = tl.where(there, tl.arange(0, WIDTH_PAD), -1)
     word = tl.arange(0, WORDS_PAD)
@@ -194,7 +195,7 @@ def _place(
     CAPACITY: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS_PAD: tl.constexpr,
     TABLES: tl.constexpr, REGION: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program. Lanes are the chosen entries, the best first, until they are stored at their places."""
+    """One program. Lanes hold the chosen entries, the best first, until they are stored at their places."""
     number = tl.arange(0, WIDTH_PAD)
     entry = tl.load(order + number, mask=number < WIDTH, other=-1)
     chosen = entry >= 0
@@ -215,7 +216,7 @@ def _place(
     tl.store(links + number, up, mask=stored)
     tl.store(links + WIDTH + number, fixed, mask=stored)
     tl.store(links + 2 * WIDTH + number, tl.where(waits, -2, parent), mask=stored)
-    # What follows is read by other threads than those that wrote it, and read before it is overwritten.
+    # Other threads read what these have written, and must read below before it is overwritten.
     tl.debug_barrier()
     words, top, late = _climb(links, chosen, WIDTH, WIDTH_PAD, WORDS_PAD)
     kept = chosen & (late == 0)
@@ -233,7 +234,7 @@ def _place(
     in_words = (word < WORDS)[None, :]
     words |= tl.load(masks + (top * WORDS)[:, None], mask=(kept & (top >= 0))[:, None] & in_words, other=0)
 
-    # Rows in order, and in each row the entries in theirs; what is left out goes behind.
+    # Rows in order, within each row entries in order; entries that are left out come last.
     key = tl.where(kept, row, _FAR)
     ahead = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & earlier)
     place = tl.sum(ahead.to(tl.int32), 1)
@@ -282,7 +283,7 @@ def _append(
     MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, BRANCHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: it counts the step when all is read."""
+    """One program, which increments the step after everything is read."""
     step = tl.load(header + STEP)
     if step >= max_steps:
         return
@@ -378,10 +379,10 @@ def append_candidates(
     )  # fmt: skip
 
 
-# The choice. Most of a pool's entries were run, or may not be: of 17,000 a few hundred to 3,000 count. So the programs
-# of the launch list those that do, and the last one to end ranks the best of the list, with all others out of the way
-# by then. What counts is known by one number, its key, which is larger the better an entry is and which no other one
-# has; in which order programs come to write the list does not matter.
+# The choice. Most of a pool's entries were run already or may not be run: of 17,000 a few hundred to 3,000 are
+# candidates. So the programs of the launch list the candidates, and the last program to end ranks the best of the list,
+# when no other program is running any more. The list holds a unique key for each entry, larger for better entries, so
+# the order in which programs write the list does not matter.
 
 
 @triton.jit
@@ -392,13 +393,13 @@ def _load_keys(keys, start, total, COUNT: tl.constexpr):
 
 @triton.jit
 def _move_up(keys, total, border, TILE: tl.constexpr):
-    """Keys from the border on move to the front of the list. Returns how many they are."""
+    """Move keys from the border on to the front of the list, and return their number."""
     kept = total - total
     for start in range(0, total, TILE):
         found = _load_keys(keys, start, total, TILE)
         near = (found >= border).to(tl.int32)
         place = kept + tl.cumsum(near, 0) - 1
-        # What other threads have still to read of this tile may be written over.
+        # The stores below may overwrite parts of this tile that other threads have yet to read.
         tl.debug_barrier()
         tl.store(keys + place, found, mask=near != 0)
         kept += tl.sum(near, 0)
@@ -408,10 +409,10 @@ def _move_up(keys, total, border, TILE: tl.constexpr):
 
 @triton.jit
 def _shorten(keys, total, low, width, MOST: tl.constexpr, TILE: tl.constexpr):
-    """Cut a list down to at most MOST keys, the `width` best among them. All reach `low`. Returns how many are left.
+    """Cut a list of keys, all at least `low`, to at most MOST, keeping the `width` best. Returns how many are left.
 
-    Keys are counted in bins from `low` on, the last of which takes all that lie behind it too. What is below the bin
-    with the `width` best key goes, and that bin is divided, down to bins of one key.
+    Keys are counted in bins from `low` on; the last bin also takes all keys above it. Keys below the bin that holds the
+    `width`-th best key are dropped, and that bin is divided, down to bins of one key.
     """
     shift = total - total + _FIRST_SHIFT
     while (total > MOST) & (shift >= 0):
@@ -424,7 +425,7 @@ def _shorten(keys, total, low, width, MOST: tl.constexpr, TILE: tl.constexpr):
         last = tl.sum((above >= width).to(tl.int32), 0) - 1
         low += last.to(tl.int64) << shift
         total = _move_up(keys, total, low, TILE)
-        # As many may lie behind the first pass's bins.
+        # The best keys may lie above the first pass's bins.
         wide = (shift == _FIRST_SHIFT) & (last == _BINS - 1)
         shift = tl.where(wide, _WIDEST_SHIFT, tl.where(shift > 0, tl.maximum(shift - _BIN_BITS, 0), -1))
     return total
@@ -432,12 +433,12 @@ def _shorten(keys, total, low, width, MOST: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _rank(keys, total, order, width, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """The `width` best of a list: each key's rank is how many are above it."""
+    """Store the indices of the `width` best keys of a list in `order`; a key's rank is the number of keys above it."""
     for begin in range(0, total, OWN):
         own = _load_keys(keys, begin, total, OWN)
         above = tl.zeros([OWN, OTHERS], tl.int32)
         for start in range(0, total, OTHERS):
-            # Less is waited for than after a comparison. A negative difference has all of the upper bits.
+            # This has less latency than a comparison. A negative difference has all upper bits set.
             above -= ((own[:, None] - _load_keys(keys, start, total, OTHERS)[None, :]) >> 63).to(tl.int32)
         rank = tl.sum(above, 1)
         index = _LAST_INDEX - (own & _LAST_INDEX)
@@ -449,13 +450,13 @@ def _choose(
     header, entries, next_free, num_free, order, keys, tally, step_size, max_seeds, capacity, width,
     MOST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Each program lists what may be run of BLOCK entries; the last one to end ranks the list, cut down to MOST.
+    """Each program lists the candidates among BLOCK entries; the last to end cuts the list to MOST and ranks it.
 
-    Sizes of the pool are no constants: there is one for each shape of a step, and of a choice.
+    Sizes of the pool are not constexpr: there is one for each shape of a step, and of a choice.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < capacity
-    # All are loaded at once, whether they count or not: loads that wait for each other take longer.
+    # All entries are loaded at once, candidates or not: loads that depend on each other take longer.
     score = tl.load(entries + SCORE * capacity + index, mask=inside, other=0).to(tl.float32, bitcast=True)
     row = tl.load(entries + ROW * capacity + index, mask=inside, other=0)
     slot = tl.load(entries + SLOT * capacity + index, mask=inside, other=0)

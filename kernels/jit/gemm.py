@@ -1,13 +1,13 @@
-"""See kernels.linear.
+"""Triton kernels of kernels.linear that stream weights.
 
-The steps of all tiles (block_k columns of block_n weight rows) stand in one line, tile by tile, and every program takes
-an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last of
-them to get there.
+The steps of all tiles (block_k columns of block_n weight rows) are in one sequence, tile by tile, and every program
+takes an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last
+of them to finish it.
 
-Weights of eight and four bits (kernels.quant_weight) become those of the rows' dtype in registers, where they are the
-left operand of the product; scales are applied to each step's product as it is added, or, where a row has but one, to
-its sum. Fp8 weights of many rows are multiplied by a library: what is here splits the rows into two in fp8, and adds up
-the products of both.
+Weights of eight and four bits (kernels.quant_weight) are converted to the rows' dtype in registers, where they are the
+left operand of the product. Scales are applied to each step's product as it is added or, if a row has only one, to its
+sum. A library multiplies fp8 weights by many rows: kernels here split each row into two in fp8, and add up their
+products.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kernels.linear_configs import GemmConfig, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
 _LOW = tl.constexpr(16.0)
-"""What second parts are multiplied by, so that e4m3 holds all their bits: what a rounding to four bits leaves."""
+"""Factor of second parts, the remainders of a rounding to four bits, so that e4m3 holds all their bits."""
 
 
 @triton.jit
 def first_step_of(program, base, extra):
-    """First step of a program. The first `extra` programs take base + 1 steps, the others base."""
+    """Return the first step of a program. The first `extra` programs take base + 1 steps, the others base."""
     return program * base + tl.minimum(program, extra)
 
 
 @triton.jit
 def owner_of(place, base, extra):
-    """Program whose stretch holds step `place`."""
+    """Return the program whose stretch holds step `place`."""
     edge = extra * (base + 1)
     return tl.where(place < edge, place // (base + 1), extra + (place - edge) // base)
 
@@ -45,14 +45,14 @@ def owner_of(place, base, extra):
 def _load(
     tensor, first, last, column, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 ):
-    """Weight rows first .. first + ROWS - 1. Those behind `last` are read as the last, and never stored."""
+    """Load weight rows first .. first + ROWS - 1. Rows past `last` repeat it; their results are never stored."""
     if TMA:
         values = tensor.load([first, column])
     else:
         row = tl.minimum(first + tl.arange(0, ROWS), last).to(tl.int64)
         columns = column + tl.arange(0, COLUMNS)
         places = tensor + row[:, None] * size + columns[None, :]
-        # Weights leave L2 first: they are read once a round, rows and partial sums several times.
+        # Evict weights from L2 first: they are read once a round, rows and partial sums several times.
         if EVEN:
             values = tl.load(places, eviction_policy="evict_first")
         else:
@@ -64,7 +64,7 @@ def _load(
 def _load_rows(
     rows, num_rows, column, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 ):
-    """All rows; those that only fill the tile are zeros and cost no memory traffic."""
+    """Load all rows; rows that only fill the tile are zeros and cost no memory traffic."""
     if TMA:
         values = rows.load([0, column])
     else:
@@ -79,7 +79,7 @@ def _load_rows(
 
 @triton.jit
 def multiply(acc, rows, weights, SWAP: tl.constexpr):
-    """acc plus rows [M, K] times weights [N, K]: [M, N], or [N, M] with SWAP."""
+    """Return acc plus rows [M, K] times weights [N, K]: [M, N], or [N, M] with SWAP."""
     if SWAP:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
     else:
@@ -89,7 +89,7 @@ def multiply(acc, rows, weights, SWAP: tl.constexpr):
 
 @triton.jit
 def _save(acc, acc_up, place, index, GATED: tl.constexpr):
-    """Put a partial sum at `place`. The barrier lets one thread announce the stores of all."""
+    """Store a partial sum at `place`. After the barrier one thread can announce the stores of all."""
     tl.store(place + index, acc)
     if GATED:
         tl.store(place + acc.numel + index, acc_up)
@@ -106,7 +106,7 @@ def _add_saved(acc, acc_up, place, index, GATED: tl.constexpr):
 
 @triton.jit
 def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr):
-    """Bias, gate, residual and the one rounding, for the tile whose first weight row is `first`."""
+    """Apply bias, gate and residual, round once and store the tile whose first weight row is `first`."""
     if SWAP:
         acc = tl.trans(acc)
     row = tl.arange(0, acc.shape[0])
@@ -167,8 +167,8 @@ def _stream(
         first = tile * BLOCK_N
         first_step = tl.maximum(start - tile * steps, 0)
         last_step = tl.minimum(stop - tile * steps, steps)
-        # Nothing but the products may use what is loaded here. Triton 3.6 gives a tile that is read into registers as
-        # well one buffer too few, and the next copy into it overtakes the product that still reads it.
+        # Only the products may use what is loaded here. If a tile is also read into registers, Triton 3.6 allocates one
+        # buffer too few, and the next copy into it overtakes the product that still reads it.
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             column = step * BLOCK_K
             if KIND is None:
@@ -296,7 +296,7 @@ def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.c
     """Grid (rows,)."""
     release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    # Columns lie as those of a weight's words: the two of a word are half a piece apart.
+    # Columns are ordered like those of a weight's words: the two of a word are half a piece apart.
     HALF: tl.constexpr = PIECE // 2
     word = tl.arange(0, BLOCK // 2)
     source = rows + row * size + word // HALF * PIECE + word % HALF
@@ -305,7 +305,7 @@ def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.c
     values = tl.reshape(tl.join(first, second), [BLOCK]).to(tl.float32)
     place = tl.arange(0, BLOCK)
     inside = place < size
-    # A power of two, by which numbers are divided exactly: the largest becomes one from 128 to 255.
+    # A power of two, so division is exact; the largest number becomes 128 to 255.
     largest = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-30)
     scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0078125
     values = tl.div_rn(values, scale)
@@ -318,7 +318,7 @@ def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.c
 
 
 def split(rows: Tensor, piece: int, parts: Tensor, scales: Tensor) -> None:
-    """Rows [M, K] as `parts` [2 M, K], larger ones first, times `scales` [2 M, 1]; columns as in a weight's codes."""
+    """Split rows [M, K] into `parts` [2 M, K], larger parts first, times `scales` [2 M, 1]; columns as in codes."""
     num_rows, size = rows.shape
     block = power_of_two(size)
     warps = min(max(block // 512, 1), 16)
@@ -355,7 +355,7 @@ def _join(products, bias, residual, out, num_rows, size, GATED: tl.constexpr, BL
 
 
 def join(products: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor) -> None:
-    """The sums of both parts' products [2 M, N], and what stands around them, into `out` [M, N or N / 2]."""
+    """Add up both parts' products [2 M, N], apply bias, gate and residual, and write `out` [M, N or N / 2]."""
     num_rows, size = out.shape
     _join[(num_rows, triton.cdiv(size, 1024))](
         products, bias, residual, out, num_rows, size, GATED=gated, BLOCK=1024, num_warps=4, **starts_early(products)

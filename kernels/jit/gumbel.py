@@ -1,4 +1,4 @@
-"""See kernels.sampling; the device functions serve sampling and the walk too."""
+"""Triton kernel of kernels.sampling.gumbel, with device functions that sampling and the walk use, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox 4x32-10; all words uint32, of shapes that broadcast."""
+    """Compute Philox 4x32-10; all words are uint32, of shapes that broadcast."""
     for _ in tl.static_range(10):
         high0, high1 = tl.umulhi(c0, 0xD2511F53), tl.umulhi(c2, 0xCD9E8D57)
         low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
@@ -23,14 +23,14 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def noise_of_words(words):
-    """Random words (uint32) to Gumbel variates (float32)."""
+    """Convert random words (uint32) to Gumbel variates (float32)."""
     rest = (4294967295.5 - words.to(tl.float64)) * (1.0 / 4294967296.0)
     return (-tl.log(-tl.log(rest))).to(tl.float32)
 
 
 @triton.jit
 def rough_log(values, ON_GPU: tl.constexpr):
-    """Natural logarithm of normal float32, on a GPU by its special unit: off by 2^-22 or by as much of itself."""
+    """Return the natural logarithm of normal float32; on a GPU off by up to 2^-22, absolute or relative."""
     if ON_GPU:
         logs = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
@@ -43,9 +43,9 @@ def rough_log(values, ON_GPU: tl.constexpr):
 
 @triton.jit
 def rough_noise_of_words(words, ON_GPU: tl.constexpr):
-    """As noise_of_words without float64, so faster, and off by 1e-5 at most: for guesses only."""
+    """Approximate noise_of_words without float64: faster, off by at most 1e-5, for guesses only."""
     chance = tl.fma(words.to(tl.float32), 1.0 / 4294967296.0, 0.5 / 4294967296.0)
-    # Where the noise is large the chance u is small, and 1 - u would lose it: there -log(1 - u) is summed up from u.
+    # Where the noise is large, the chance u is small and 1 - u would lose its bits: use a series in u for -log(1 - u).
     series = tl.fma(chance, 1.0 / 7.0, 1.0 / 6.0)
     series = tl.fma(chance, series, 1.0 / 5.0)
     series = tl.fma(chance, series, 1.0 / 4.0)
@@ -59,9 +59,9 @@ def rough_noise_of_words(words, ON_GPU: tl.constexpr):
 
 @triton.jit
 def words_of_tile(tile, position, low, high, choice, TILE: tl.constexpr):
-    """Random words of tokens tile * TILE .. + TILE - 1: uint32 [TILE]. One counter serves four tokens."""
+    """Return random words of tokens tile * TILE .. + TILE - 1: uint32 [TILE]. One counter serves four tokens."""
     group = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
-    # Every word gets the shape of the first, so that the state keeps one type through the rounds.
+    # Every word gets the shape of the first, so the state keeps its type through the rounds.
     zero = group ^ group
     w0, w1, w2, w3 = philox(group, zero + position, zero + choice, zero, low, high)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -69,7 +69,7 @@ def words_of_tile(tile, position, low, high, choice, TILE: tl.constexpr):
 
 @triton.jit
 def words_of_ids(token_ids, position, low, high, choice):
-    """Random words of any tokens (int32): uint32 of the same shape."""
+    """Return random words of any tokens (int32): uint32 of the same shape."""
     ids = token_ids.to(tl.uint32)
     zero = ids ^ ids
     w0, w1, w2, w3 = philox(ids >> 2, zero + position, zero + choice, zero, low, high)
@@ -79,19 +79,19 @@ def words_of_ids(token_ids, position, low, high, choice):
 
 @triton.jit
 def noise_of_tile(tile, position, low, high, choice, TILE: tl.constexpr):
-    """Noise of tokens tile * TILE .. + TILE - 1: float32 [TILE]."""
+    """Return the noise of tokens tile * TILE .. + TILE - 1: float32 [TILE]."""
     return noise_of_words(words_of_tile(tile, position, low, high, choice, TILE))
 
 
 @triton.jit
 def noise_of_ids(token_ids, position, low, high, choice):
-    """Noise of any tokens (int32): float32 of the same shape."""
+    """Return the noise of any tokens (int32): float32 of the same shape."""
     return noise_of_words(words_of_ids(token_ids, position, low, high, choice))
 
 
 @triton.jit
 def load_key(keys):
-    """Seed (low and high word) and choice index at a pointer to int32, as uint32 scalars."""
+    """Load seed (low and high word) and choice index from a pointer to int32, as uint32 scalars."""
     low = tl.load(keys).to(tl.uint32, bitcast=True)
     high = tl.load(keys + 1).to(tl.uint32, bitcast=True)
     return low, high, tl.load(keys + 2).to(tl.uint32, bitcast=True)

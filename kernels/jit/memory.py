@@ -1,4 +1,4 @@
-"""What stands around a launch: scratch in which programs meet, what is asked into L2 ahead, the launch in front."""
+"""Helpers around launches: scratch memory that programs share, prefetches into L2, order of overlapping launches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _counters: dict[torch.device, list[Tensor]] = {}
 
 
 def scratch(device: torch.device, num_floats: int, num_counters: int) -> tuple[Tensor, Tensor]:
-    """float32 [>= num_floats] of any content, and int32 [>= num_counters] of zeros that each launch leaves as zeros.
+    """Return float32 [>= num_floats] of any content, and int32 [>= num_counters], zero before and after each launch.
 
-    One pair a device: only launches that follow each other in stream order may use it. Both grow when more is asked
-    for; what was given out before stays valid, since CUDA graphs hold its address.
+    There is one pair a device: only launches that follow each other in stream order may use it. Both grow when more is
+    needed; earlier buffers stay valid, since CUDA graphs hold their addresses.
 
     Raises:
-        RuntimeError: it would have to grow while a CUDA graph is captured.
+        RuntimeError: a buffer would have to grow while a CUDA graph is captured.
     """
     floats = _grown(_floats, device, max(num_floats, _MIN_FLOATS), torch.float32)
     return floats, _grown(_counters, device, max(num_counters, _MIN_COUNTERS), torch.int32)
@@ -37,7 +37,7 @@ def _grown(held: dict[torch.device, list[Tensor]], device: torch.device, size: i
 
 @triton.jit
 def release_and_wait(PDL: tl.constexpr):
-    """Where PDL, let the launch behind begin, then wait until the one in front has ended."""
+    """If PDL, let the next launch begin, then wait until the previous one has ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -45,7 +45,7 @@ def release_and_wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_and_release(PDL: tl.constexpr):
-    """The same in the other order: when the launch behind begins, the one in front has ended."""
+    """If PDL, wait until the previous launch has ended, then let the next one begin."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -59,9 +59,9 @@ LINE = tl.constexpr(128)
 def prefetch_rows(
     weight, first_row, num_rows, column, stop, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BULK: tl.constexpr
 ):
-    """Ask for columns [column, min(column + COLUMNS, stop)) of ROWS rows from first_row of weight [num_rows, size].
+    """Prefetch columns [column, min(column + COLUMNS, stop)) of ROWS rows from first_row of weight [num_rows, size].
 
-    Needs a Hopper GPU if BULK (rows must be multiples of 16 bytes then); COLUMNS is a power of two. Returns at once.
+    BULK needs a Hopper GPU and rows of a multiple of 16 bytes. COLUMNS is a power of two. Does not wait.
     """
     itemsize: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     rows = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1)
@@ -91,7 +91,7 @@ def prefetch_rows(
 
 @triton.jit
 def prefetch_lines(pointers):
-    """Ask for the line at each pointer."""
+    """Prefetch the cache line at each pointer."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

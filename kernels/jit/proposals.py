@@ -1,7 +1,8 @@
-"""See kernels.proposals. One launch finds the best score of each group of tokens, a second one the best tokens.
+"""Triton kernels of kernels.proposals. One launch finds the best score of each group, a second one the best tokens.
 
-The k best tokens lie in the k groups with the best tops: outside them there are k tokens that are as good. So the first
-launch, which sees the whole vocabulary, takes one maximum of each group and selects nothing.
+The k best tokens lie in the k groups with the best tops: for any token outside, these tops are k tokens that are at
+least as good. So the first launch, which reads the whole vocabulary, takes one maximum of each group and selects
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kernels.jit.memory import release_and_wait
 from kernels.launch import power_of_two, starts_early
 from kernels.sampling_state import ProposeBuffers, ProposeTables
 
-# Tokens of the vocabulary that a program of the first launch takes.
+# Vocabulary tokens of a program of the first launch.
 _TILE = 1024
 _GROUP: tl.constexpr = tl.constexpr(state.GROUP)
 _RANK_BY_NOISE: tl.constexpr = tl.constexpr(state.RANK_BY_NOISE)
@@ -27,7 +28,7 @@ _LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _token_ids(target_ids, columns, inside, vocab_limit, MAPPED: tl.constexpr):
-    """Target ids of draft tokens, and which of them are legal."""
+    """Return target ids of draft tokens, and which of them are legal."""
     ids = columns
     if MAPPED:
         ids = tl.load(target_ids + columns, mask=inside, other=-1)
@@ -36,7 +37,7 @@ def _token_ids(target_ids, columns, inside, vocab_limit, MAPPED: tl.constexpr):
 
 @triton.jit
 def _factors(floats, ints):
-    """Of a request: what logits and noise are multiplied by, and whether there is noise."""
+    """Return a request's factors of logits and noise, and whether there is noise."""
     temperature = tl.load(floats)
     warm = temperature > 0
     noisy = warm & ((tl.load(ints + 3) & _RANK_BY_NOISE) != 0)
@@ -46,19 +47,19 @@ def _factors(floats, ints):
 
 @triton.jit
 def _finite(values):
-    """Infinite ones as 0: what may be taken from any."""
+    """Replace infinite values by 0, so that they can be subtracted from any value."""
     return tl.where(tl.abs(values) == float("inf"), 0.0, values)
 
 
 @triton.jit
 def _order(values, places):
-    """int64 that sort as float32 `values` do, equal ones by lower `places` first. No NaN."""
+    """Return int64 that sort like float32 `values` without NaN, lower `places` above higher ones for equal values."""
     return (order_key(values).to(tl.int64) << 32) | (places ^ NO_TOKEN).to(tl.int64)
 
 
 @triton.jit
 def _best(keys, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """The COUNT largest of `keys` [N] of _order, largest first: their values and places, [PADDED] each."""
+    """Return values and places of the COUNT largest of `keys` [N] of `_order`, largest first, [PADDED] each."""
     turns = tl.arange(0, PADDED)
     found = tl.full([PADDED], _LOWEST, tl.int64)
     for turn in range(COUNT):
@@ -66,7 +67,7 @@ def _best(keys, COUNT: tl.constexpr, PADDED: tl.constexpr):
         found = tl.where(turns == turn, largest, found)
         keys = tl.where(keys == largest, _LOWEST, keys)
     places = (found & NO_TOKEN).to(tl.int32) ^ NO_TOKEN
-    # What was never found counts as -inf.
+    # Missing keys count as -inf.
     return tl.where(found == _LOWEST, float("-inf"), value_of_key((found >> 32).to(tl.int32))), places
 
 
@@ -101,7 +102,7 @@ def _reduce(
 
     grouped = tl.reshape(values, [TILE // _GROUP, _GROUP])
     top = tl.max(grouped, 1)
-    # NaN and +inf make the mass NaN or infinite, which tells the other launch.
+    # NaN and +inf make the mass NaN or infinite, which the second launch checks.
     mass = tl.sum(tl.exp(grouped - _finite(top)[:, None]), 1)
     groups = tile * (TILE // _GROUP) + tl.arange(0, TILE // _GROUP)
     inside = groups < num_groups

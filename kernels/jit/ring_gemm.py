@@ -1,10 +1,10 @@
-"""See kernels.linear. For Hopper GPUs, in Gluon, Triton's language of explicit layouts and copies.
+"""Kernels of kernels.linear for Hopper GPUs in Gluon, Triton's language of explicit layouts and copies.
 
-The steps of all tiles stand in one line and programs take equal stretches of it, as in kernels.jit.gemm. Here a program
-keeps its next steps in a ring of shared memory: weights by the copy engine as soon as it begins, while the launch in
-front still runs, and what they are multiplied with as soon as that has ended. Codes become bfloat16 in registers. While
-the tensor cores multiply step n, the place of step n - 1 in the ring is filled anew; where each warp multiplies its own
-weight rows, that of step n, which is in registers then.
+The steps of all tiles are in one sequence and programs take equal stretches of it, as in kernels.jit.gemm. Here a
+program keeps its next steps in a ring of shared memory. The copy engine loads weights as soon as the program begins,
+while the previous launch still runs, and rows as soon as that launch has ended. Codes are converted to bfloat16 in
+registers. While the tensor cores multiply step n, the ring's place of step n - 1 is refilled; if each warp multiplies
+its own weight rows, that of step n, which is in registers by then.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kernels.linear_configs import stretches
 from kernels.quant_weight import QuantWeight
 from kernels.ring_configs import RingConfig
 
-# Triton 3.7 has another name for it than 3.6.
+# Triton 3.6 has another name for it than 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
 def _wait_for_grid():
-    """Until the launch in front has ended, and what it wrote can be read."""
+    """Wait until the previous launch has ended and its results can be read."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _release_grid():
-    """The launch behind may begin as soon as all programs have come here."""
+    """Let the next launch begin as soon as all programs have come here."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -51,14 +51,14 @@ def _release_grid():
 
 @gluon.jit
 def _next(tile, step, steps):
-    """The step behind one, in the line of all."""
+    """Return tile and step of the next step in the sequence of all."""
     crosses = step + 1 == steps
     return gl.where(crosses, tile + 1, tile), gl.where(crosses, 0, step + 1)
 
 
 @gluon.jit
 def _ask_weights(weight, ring, ready, tile, step, slot, num_out, GATED: gl.constexpr, BYTES: gl.constexpr):
-    """Copy the weights of a step into a place of the ring, whose barrier opens once BYTES are there, rows included."""
+    """Copy a step's weights to a place of the ring, whose barrier opens once BYTES have arrived, rows included."""
     column = step * weight.block_shape[1]
     height: gl.constexpr = weight.block_shape[0]
     mbarrier.expect(ready.index(slot), BYTES)
@@ -77,7 +77,7 @@ def _ask_rows(rows, ring, ready, step, slot):
 
 @gluon.jit
 def _halves(words, A: gl.constexpr):
-    """The words of two groups of columns."""
+    """Split words into those of two groups of columns."""
     WIDTH: gl.constexpr = words.shape[1] // 2
     first, second = gl.split(gl.permute(gl.reshape(words, [words.shape[0], 2, WIDTH]), (0, 2, 1)))
     return gl.convert_layout(first, A), gl.convert_layout(second, A)
@@ -85,7 +85,7 @@ def _halves(words, A: gl.constexpr):
 
 @gluon.jit
 def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr):
-    """Weights [weight rows, columns] in bfloat16 of the words of pieces; int4's less `zero` [weight rows]."""
+    """Convert words of pieces to bfloat16 weights [weight rows, columns]; int4 less `zero` [weight rows]."""
     HEIGHT: gl.constexpr = words.shape[0]
     COUNT: gl.constexpr = 2 if KIND == "fp8" else 4
     PIECES: gl.constexpr = words.shape[1] * COUNT // PIECE
@@ -101,34 +101,34 @@ def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr)
         first, second, third, fourth = gl.inline_asm_elementwise(
             INT4_CODES, "=&r,=&r,=&r,=&r,r,r", [words, less], dtype=kinds, is_pure=True, pack=2
         )
-        # Halves of halves: a code's number is twice that of the inner pair, and that of the outer.
+        # Pairs of pairs: a code's number is twice its index in the inner pair plus its index in the outer pair.
         codes = gl.join(gl.join(first, third), gl.join(second, fourth))
         codes = gl.reshape(codes, [HEIGHT, words.shape[1], 4])
     codes = gl.reshape(codes, [HEIGHT, PIECES, PIECE // COUNT, COUNT])
-    # They stay where they are: what is moved about are names of registers.
+    # No data moves here: only names of registers change.
     return gl.convert_layout(gl.reshape(gl.permute(codes, (0, 1, 3, 2)), [HEIGHT, PIECES * PIECE]), A)
 
 
 @gluon.jit
 def _scaled(part, scale, total):
-    """total + part * scale [weight rows], rounded once wherever a row stands."""
+    """Return total + part * scale [weight rows], rounded once wherever a row is held."""
     return gl.fma(part, gl.broadcast(part, scale[:, None])[1], total)
 
 
 @gluon.jit
 def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
-    """Scales or zeros of a tile's weight rows, float32; without a table all are LIKE."""
+    """Load scales or zeros of a tile's weight rows as float32; without a table all are LIKE."""
     if table is None:
         found = gl.full([of_row.shape[0]], LIKE, gl.float32, of_row.type.layout)
     else:
-        # In 32 bits: choose_ring takes no matrix whose table is larger.
+        # 32 bits suffice: choose_ring takes no matrix with a larger table.
         found = gl.load(table + (group * num_scales + of_row)).to(gl.float32)
     return found
 
 
 @gluon.jit
 def _scale_row(tile, row, num_out, TILE: gl.constexpr, GATED: gl.constexpr, SPAN: gl.constexpr):
-    """Where a tile's weight rows, gate rows before up rows, have their scales."""
+    """Return the rows of scales for a tile's weight rows, gate rows before up rows."""
     if GATED:
         HALF: gl.constexpr = TILE // 2
         of_row = gl.minimum(tile * HALF + row % HALF, num_out - 1) + gl.where(row < HALF, 0, num_out)
@@ -142,7 +142,7 @@ def _ask_scales(
     table, size, num_scales, start, stop, steps, num_out,
     TILE: gl.constexpr, GATED: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Have what steps take of a table [groups, num_scales] come to the second cache, as early as their weights."""
+    """Prefetch the entries of a table [groups, num_scales] that steps need into L2, as early as their weights."""
     UNIT: gl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
     UNITS: gl.constexpr = BLOCK_K // UNIT
     LINES: gl.constexpr = TILE // 32
@@ -162,7 +162,7 @@ def _of_step(
     scales, zeros, step, of_row, size, num_scales,
     GROUPED: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Scales and zeros of a step's first group of columns and of its last, for a tile's weight rows."""
+    """Load scales and zeros of a step's first and last group of columns, for a tile's weight rows."""
     first = step * BLOCK_K // GROUP
     last = gl.minimum((step + 1) * BLOCK_K, size) // GROUP - 1 if GROUP < BLOCK_K else first
     scale = _of_group(scales if GROUPED else None, first, of_row, num_scales, 1.0)
@@ -176,18 +176,18 @@ def _end(
     total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps, base, extra,
     TILE: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr, GROUPED: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Add a tile up with the other programs that share it, if there are; the last of them writes it."""
+    """Add up a tile with other programs that share it, if any; the last of them writes it."""
     WARPS: gl.constexpr = gl.num_warps()
     OUTS: gl.constexpr = TILE // 2 if GATED else TILE
     BLOCK_M: gl.constexpr = total.shape[1]
-    # A warp's stores are neighbours: columns of `out` are weight rows.
+    # Stores of a warp are contiguous: columns of `out` are weight rows.
     LIKE_OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LIKE_OUT))
     of = tile * OUTS + gl.arange(0, OUTS, gl.SliceLayout(1, LIKE_OUT))
     inside = of < num_out
     places = of[:, None] + column[None, :] * num_out
     stored = inside[:, None] & (column < num_rows)[None, :]
-    # Asked for before the others are waited for.
+    # Loaded before waiting for the other programs.
     if residual is not None:
         added = gl.load(residual + places, mask=stored, other=0.0)
     if scales is not None and not GROUPED:
@@ -203,7 +203,7 @@ def _end(
             index += gl.arange(0, BLOCK_M, gl.SliceLayout(0, D))[None, :]
             slot = program * 2 + (tile != start // steps).to(gl.int32)
             gl.store(partials + slot.to(gl.int64) * (TILE * BLOCK_M) + index, total)
-            # The barrier lets one thread announce the stores of all.
+            # After the barrier one thread can announce the stores of all.
             _barrier()
             mine = gl.atomic_add(counters + tile, 1, sem="acq_rel") == last_program - first_program
             if mine:
@@ -246,7 +246,7 @@ def _ring_gemm(
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = 2 if GATED else 1
     STORED_K: gl.constexpr = weight.block_shape[1]
-    # Two groups of columns of a step are summed apart.
+    # Two groups of columns in a step are summed separately.
     PARTS: gl.constexpr = 2 if GROUPED and GROUP < BLOCK_K else 1
     PART_K: gl.constexpr = BLOCK_K // PARTS
     OUTS: gl.constexpr = TILE // HALVES
@@ -297,7 +297,8 @@ def _ring_gemm(
         pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
     wide = gl.zeros([TILE, PART_K], gl.bfloat16, A)
     wide_2 = wide
-    # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
+    # Separate values: Triton may treat a name as unchanged in a loop if it gets the old value of another name that was
+    # equal to it.
     behind, behind_2 = gl.zeros_like(scale), gl.zeros_like(scale_2)
     first = start
     slot, before, phase = 0, 0, 0
@@ -315,14 +316,14 @@ def _ring_gemm(
             else:
                 factor = factors.slice(0, PART_K, dim=1).permute((1, 0)).load(B)
                 factor_2 = factors.slice(PART_K, PART_K, dim=1).permute((1, 0)).load(B)
-            # Nothing of the step is read again.
+            # The step is not read from the ring again.
             _barrier()
             if place + STAGES < stop:
                 _ask_weights(weight, halves, ready, ask_tile, ask_step, slot, num_out, GATED, BYTES)
                 _ask_rows(rows, row_ring, ready, ask_step, slot)
                 ask_tile, ask_step = _next(ask_tile, ask_step, steps)
             behind, behind_2, less, less_2 = scale, scale_2, zero, zero_2
-            # Behind the copies: the fence in front of them waits for all loads.
+            # After the copies: the fence before them waits for all loads.
             if GROUPED:
                 of_row = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
                 scale, scale_2, zero, zero_2 = _of_step(
@@ -362,7 +363,7 @@ def _ring_gemm(
                 scale, scale_2, zero, zero_2 = _of_step(
                     scales, zeros, next_step, of_row, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
                 )
-            # What the step before read is free now.
+            # The place of the previous step is free now.
             _barrier()
             if (place > start) & (place - 1 + STAGES < stop):
                 _ask_weights(weight, halves, ready, ask_tile, ask_step, before, num_out, GATED, BYTES)
@@ -405,7 +406,7 @@ def ring_linear(
     else:
         codes, kind, scales, zeros, group, piece, span = weight, None, None, None, size, config.block_k, 1
     stored, stored_k = codes.shape[1], config.block_k * codes.shape[1] // size
-    # With 128 registers a thread there is room for two programs of eight warps.
+    # With 128 registers a thread, two programs of eight warps fit on a processor.
     _ring_gemm[(programs,)](
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, config.block_k], _layout(config.block_k)),
         TensorDescriptor(codes, list(codes.shape), [stored, 1], [height, stored_k], _layout(stored_k)),
@@ -419,5 +420,5 @@ def ring_linear(
 
 
 def _layout(columns: int) -> gl.NVMMASharedLayout:
-    """Of rows of so many two-byte numbers: what the tensor cores read without conflicts."""
+    """Return the layout for rows of `columns` two-byte numbers that tensor cores read without bank conflicts."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=2)

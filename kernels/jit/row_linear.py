@@ -1,9 +1,9 @@
-"""See kernels.linear.
+"""Triton kernels of kernels.linear for few rows that are not wide.
 
-Launches of a small model are bound by latency, one chain of waiting after another. So a program does not walk over
-columns: it has all its weights in registers before the launch in front ends, then loads whole rows at once, norms them
-where they are, and multiplies. There is no loop, and nothing is pipelined. Rows without a norm may be cut instead,
-since nothing needs all of one.
+Launches of a small model are bound by latency: each waits for a chain of dependent operations. So a program does not
+loop over columns: it loads all its weights into registers before the previous launch ends, then loads whole rows at
+once, norms them in registers, and multiplies. There is no loop, and nothing is pipelined. Rows without a norm may be
+cut instead, since no program needs a whole row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from kernels.linear_configs import RowConfig, pieces
 def _load_piece(
     matrix, row, inside, SIZE: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """COLUMNS columns of rows from BEGIN on, those behind the row's end as zeros: [PARTS, rows, COLUMNS // PARTS].
+    """Load COLUMNS columns of rows from BEGIN on, zeros past the row's end: [PARTS, rows, COLUMNS // PARTS].
 
-    `inside` None where all rows are. A load without a mask is an instruction in place of five, many times over.
+    `inside` is None if all rows are inside. A load without a mask takes one instruction instead of five, many times
+    over.
     """
     WIDTH: tl.constexpr = COLUMNS // PARTS
     column = BEGIN + tl.arange(0, PARTS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
@@ -42,7 +43,7 @@ def _load_piece(
 
 @triton.jit
 def _load_pieces(matrix, row, inside, SIZE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
-    """Whole rows of a matrix, as FIRST columns and the others."""
+    """Load whole rows of a matrix, as the FIRST columns and the rest."""
     first = _load_piece(matrix, row, inside, SIZE, 0, FIRST, PARTS)
     rest = first
     if REST > 0:
@@ -52,21 +53,21 @@ def _load_pieces(matrix, row, inside, SIZE: tl.constexpr, FIRST: tl.constexpr, R
 
 @triton.jit
 def _load_factors(norm, SIZE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
-    """The weight of a norm."""
+    """Load the weight of a norm."""
     first, rest = _load_pieces(norm, tl.zeros([1], tl.int32), None, SIZE, FIRST, REST, PARTS)
     return first.to(tl.float32), rest.to(tl.float32)
 
 
 @triton.jit
 def _power(values):
-    """The sum of the squares of each row of [PARTS, rows, columns]."""
+    """Return the sum of the squares of each row of [PARTS, rows, columns]."""
     wide = values.to(tl.float32)
     return tl.sum(tl.sum(wide * wide, 2), 0)
 
 
 @triton.jit
 def _norm_scale(first, rest, SIZE: tl.constexpr, eps, REST: tl.constexpr):
-    """What an RMS norm multiplies each row with, float32 [rows]."""
+    """Return the factor of an RMS norm for each row, float32 [rows]."""
     power = _power(first)
     if REST > 0:
         power += _power(rest)
@@ -83,10 +84,10 @@ def _normed_product(
     first, rest, weights, more_weights, factors, more_factors, eps,
     SIZE: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """float32 [weight rows, rows] of normed rows, or of rows as they are.
+    """Multiply normed rows, or rows without a norm, by weights: float32 [weight rows, rows].
 
-    The product need not wait for the sum of the squares: it can be scaled afterwards, except in float16, which rows
-    times the norm's weight may leave.
+    The product need not wait for the sum of the squares: it can be scaled afterwards, except in float16, whose range
+    rows times the norm's weight may exceed.
     """
     EARLY: tl.constexpr = NORM and first.dtype == tl.float16
     left, more_left = first, rest
@@ -116,7 +117,7 @@ def _dot(weights, rows):
 
 @triton.jit
 def _halves(acc):
-    """Of [2 * N, rows] the first N weight rows and the others, [rows, N] each."""
+    """Split [2 * N, rows] into the first N weight rows and the others, [rows, N] each."""
     return tl.split(tl.permute(tl.reshape(acc, [2, acc.shape[0] // 2, acc.shape[1]]), (2, 1, 0)))
 
 
@@ -126,7 +127,7 @@ def _norm_linear(
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of weight rows, tiles of rows). A tile is half gate and half up where gated."""
+    """Grid (tiles of weight rows, tiles of rows). If GATED, a tile is half gate and half up."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = TILE // 2 if GATED else TILE
@@ -170,7 +171,7 @@ def _cut_linear(
 ):  # fmt: skip
     """Grid (tiles of weight rows, tiles of rows, CUTS cuts of CUT columns).
 
-    The last program of a tile to end adds up what all of them found, in the order of the columns.
+    The last program of a tile to end adds up the results of all, in the order of the columns.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -194,7 +195,7 @@ def _cut_linear(
     part = tl.load(rows + row[:, None] * SIZE + column[None, :], mask=seen, other=0.0)
     inside = (target < NUM_OUT)[:, None] & there[None, :]
     places = row[None, :] * NUM_OUT + target[:, None]
-    # Here and not where it is used: that is the end of the launch, which all wait for.
+    # Loaded early, not where it is used at the end of the launch, where all would wait for it.
     if residual is not None:
         added = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
     acc = tl.dot(weights, tl.trans(part), input_precision="ieee")
@@ -223,7 +224,7 @@ def _norm_qkv(
     BLOCK_M: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads times cuts of a head, tiles of rows). A cut is PAIRS pairs of channels that turn together."""
+    """Grid (heads times cuts of a head, tiles of rows). A cut is PAIRS pairs of channels that rotate together."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = DIM // 2
@@ -255,12 +256,12 @@ def _norm_qkv(
         low += tl.load(bias + channel).to(tl.float32)[None, :]
         high += tl.load(bias + channel + HALF).to(tl.float32)[None, :]
 
-    # Where v heads go: as they are, to their cache.
+    # Value heads go to their cache without rotation.
     target = v_cache + (slot * KV_HEADS + head - ROTATED)[:, None] * DIM + pair[None, :]
     mask = (there & (slot >= 0))[:, None]
     if head < ROTATED:
         if QK_NORM:
-            # A cut is a whole head then.
+            # With a head norm, a cut is a whole head.
             power = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM
             scale = tl.rsqrt(power + qk_eps)[:, None]
             low = low * scale * tl.load(qk_norm + channel).to(tl.float32)[None, :]

@@ -1,4 +1,4 @@
-"""See kernels.sampling. One launch prepares tiles of rows, a second one takes the best of each row."""
+"""Triton kernels of kernels.sampling. One launch prepares tiles of rows, a second one takes the best of each row."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _COUNT_BITS: tl.constexpr = tl.constexpr(state.ENDS_ANSWER - 1)
 _IN_PROMPT: tl.constexpr = tl.constexpr(state.IN_PROMPT)
 _ENDS_ANSWER: tl.constexpr = tl.constexpr(state.ENDS_ANSWER)
 _MAX_TOP: tl.constexpr = tl.constexpr(MAX_TOP_LOGPROBS)
-# Programs that share the tokens of one row, in the launch for log-probabilities.
+# Programs that share the tokens of a row in the launch for log-probabilities.
 _PROGRAMS = 8
 
 
 @triton.jit
 def _place(index, rows, root, table_rows):
-    """Of a token: whether it samples, its root and its row in the tables."""
+    """Return whether a token samples, its root and its row in the tables."""
     row = tl.load(rows + index)
     safe_row = tl.maximum(row, 0)
     first = tl.load(root + safe_row)
@@ -42,7 +42,7 @@ def _place(index, rows, root, table_rows):
 
 @triton.jit
 def _features(floats, ints, vocab_size):
-    """Of a request: temperature, top_k, top_p, min_p, whether any of these filters, whether acceptance is lossy."""
+    """Return temperature, top_k, top_p, min_p, whether any of these filters, whether acceptance is lossy."""
     temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
     top_k = tl.load(ints + 3)
     noisy = temperature > 0
@@ -53,13 +53,13 @@ def _features(floats, ints, vocab_size):
 
 @triton.jit
 def _penalize(logits, columns, inside, index, first, floats, counts, token_ids, parents):
-    """Repetition, frequency and presence penalty, over the counts and the path from below `first` to `index`."""
+    """Apply repetition, frequency and presence penalty over the counts and the path from below `first` to `index`."""
     counted = tl.load(counts + columns, mask=inside, other=0)
     times = counted & _COUNT_BITS
     node = index
     while node > first:
         times += (columns == tl.load(token_ids + node)).to(tl.int32)
-        # Ever smaller, so that the chase ends whatever the round holds.
+        # Indices decrease, so that the loop ends whatever the round holds.
         node = tl.minimum(tl.load(parents + node), node - 1)
     presence, frequency, repetition = tl.load(floats + 3), tl.load(floats + 4), tl.load(floats + 5)
     repeated = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, tl.zeros_like(logits) + repetition))
@@ -94,11 +94,11 @@ def _prepare(
         values = _penalize(values, columns, inside, index, first, floats, counts + table, token_ids, parents)
     if (flags & 2) != 0:
         values = values + tl.load(bias + table + columns, mask=inside, other=0.0)
-    if HAS_MASK:  # noqa: SIM102  # decided before the other
+    if HAS_MASK:  # noqa: SIM102  # decided at compile time
         if (flags & 4) != 0:
             words = tl.load(vocab_mask + wide * mask_stride + columns // 32, mask=inside, other=0)
             values = tl.where(((words >> (columns % 32)) & 1) != 0, values, float("-inf"))
-    if (flags & 8) != 0:  # noqa: SIM102  # most requests are spared the other
+    if (flags & 8) != 0:  # noqa: SIM102  # saves most requests the loads
         if tl.load(positions + index) + 1 < tl.load(ints + 6):
             counted = tl.load(counts + table + columns, mask=inside, other=0)
             values = tl.where((counted & _ENDS_ANSWER) != 0, float("-inf"), values)
@@ -117,7 +117,7 @@ def _prepare(
         tl.store(processed + wide * processed_stride + columns, values, mask=inside)
     if filtered:
         if (top_p < 1) & ((top_k <= 0) | (top_k >= vocab_size)):
-            # A tile in which nothing is allowed has weight 0, not NaN.
+            # A tile without allowed tokens must have weight 0, not NaN.
             distance = values.to(tl.float64) - tl.maximum(top, -3.0e38).to(tl.float64)
             tl.store(part_masses + part, tl.sum(tl.exp(distance), axis=0))
     elif temperature > 0:
@@ -163,7 +163,7 @@ def _finish(
     if searched & (fails == 0):
         has_k, has_p, has_m = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
         wide_top = top.to(tl.float64)
-        # The logarithm of 0 is never taken.
+        # Avoid the logarithm of 0.
         floor = tl.where(has_m, tl.log(tl.where(has_m, tl.minimum(min_p, 1.0), 1.0).to(tl.float64)), float("-inf"))
         target = wide_top - wide_top + float("inf")
         if has_p & (has_k == 0):
@@ -171,7 +171,7 @@ def _finish(
             target = top_p.to(tl.float64) * tl.sum(masses * tl.exp(tops.to(tl.float64) - wide_top), axis=0)
         row = processed + index.to(tl.int64) * processed_stride
         ids = candidate_ids + index.to(tl.int64) * CANDIDATES
-        # Top-p after top-k needs the mass of all that top-k keeps, however little min-p keeps.
+        # Top-p after top-k needs the mass of all tokens that top-k keeps, even if min-p keeps fewer.
         lowest_key, length, listed = filters.shortlist(
             row, row + vocab_size, ids, vocab_size, wide_top, tl.where(has_k, top_k, NO_TOKEN), target,
             tl.where(has_k & has_p, float("-inf"), floor), CANDIDATES, BLOCK,
@@ -188,7 +188,7 @@ def _finish(
             token = filters.best_within(
                 values, ids, listed, size, wide_top, border_key, border_id, floor, position, low, high, choice, BLOCK
             )  # fmt: skip
-        if LOSSY:  # noqa: SIM102  # decided before the other
+        if LOSSY:  # noqa: SIM102  # decided at compile time
             if loose:
                 total = filters.total_weight(values, ids, listed, size, wide_top, border_key, border_id, floor, BLOCK)
                 tl.store(totals + index, wide_top + tl.log(total))
@@ -211,7 +211,7 @@ def sample_rows(
     tiles = triton.cdiv(vocab_size, state.TILE)
     part_stride, row_stride = buffers.parts.stride(0), buffers.processed.stride(0)
     mask = tokens.rows if vocab_mask is None else vocab_mask
-    # Fused multiply-adds would round the penalties otherwise than the reference does, and perhaps the noise too.
+    # Fused multiply-adds would round penalties, and perhaps noise, differently from the reference.
     _prepare[(num_tokens, tiles)](
         logits, logits.stride(0), vocab_size,
         tokens.token_ids, tokens.positions, tokens.parents, tokens.rows, tokens.root, tokens.table_rows,
@@ -241,7 +241,7 @@ def _tile(logits, start, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lower_bound(column_tops, wanted):
-    """The largest key that at least `wanted` entries reach: so do as many tokens, and those above it are few."""
+    """Return the largest key that at least `wanted` entries, and so as many tokens, reach; few tokens are above it."""
     keys = order_key(column_tops).to(tl.int64)
     low, high = tl.min(keys, axis=0), tl.max(keys, axis=0) + 1
     while high - low > 1:
@@ -253,7 +253,7 @@ def _lower_bound(column_tops, wanted):
 
 @triton.jit
 def _sum_and_list(logits, vocab_size, top, bound, wanted, list_values, list_ids, BLOCK: tl.constexpr):
-    """Sum of exp(logit - top); lists tokens above `bound`, and the first `wanted` of those at it; also their number."""
+    """List tokens above `bound` and the first `wanted` at it; return the sum of exp(logit - top) and their number."""
     sums = tl.zeros([BLOCK], tl.float64)
     length = wanted - wanted
     ties = length
@@ -262,7 +262,7 @@ def _sum_and_list(logits, vocab_size, top, bound, wanted, list_values, list_ids,
         sums += tl.exp(values.to(tl.float64) - top)
         keys = order_key(values)
         tied = inside & (keys == bound)
-        # Most tiles hold no candidate, and a running sum costs more than to ask.
+        # Most tiles hold no candidate, and checking costs less than a running sum.
         if tl.max(tl.where(inside, keys, LOWEST_KEY), axis=0) >= bound:
             rank = ties + tl.cumsum(tied.to(tl.int32), axis=0)
             near = (inside & (keys > bound)) | (tied & (rank <= wanted))
@@ -271,14 +271,14 @@ def _sum_and_list(logits, vocab_size, top, bound, wanted, list_values, list_ids,
             tl.store(list_ids + places, columns, mask=near)
             length += tl.sum(near.to(tl.int32), axis=0)
             ties += tl.sum(tied.to(tl.int32), axis=0)
-    # The list is read by other threads than those that wrote it.
+    # Threads read entries of the list that other threads wrote.
     tl.debug_barrier()
     return tl.sum(sums, axis=0), length
 
 
 @triton.jit
 def _store_likeliest(list_values, list_ids, length, wanted, log_total, top_ids, top_logprobs, LIST: tl.constexpr):
-    """Write the `wanted` likeliest of a list in order."""
+    """Write the `wanted` likeliest tokens of a list in order."""
     places = tl.arange(0, LIST)
     inside = places < length
     values = tl.load(list_values + places, mask=inside, other=float("-inf"))
@@ -335,7 +335,7 @@ def _logprobs(
             list_values + scratch, list_ids + scratch, length, wanted, log_total,
             listed_ids, listed_values, LIST,
         )  # fmt: skip
-        # The next token's list must not overwrite this one before all have read it.
+        # The next token's list must not overwrite this one before all threads have read it.
         tl.debug_barrier()
 
 
@@ -350,7 +350,7 @@ def logprobs(
     """Implement kernels.sampling.logprobs."""
     num_rows = tokens.root.shape[0]
     block = min(2048, max(triton.next_power_of_2(vocab_size), 32))
-    # Fewer than MAX_TOP_LOGPROBS columns have a top above the bound, and all else in the list ties with it.
+    # Fewer than MAX_TOP_LOGPROBS columns have a top above the bound; all other tokens of the list tie with the bound.
     most = (MAX_TOP_LOGPROBS - 1) * triton.cdiv(vocab_size, block) + MAX_TOP_LOGPROBS
     length = triton.next_power_of_2(most)
     scratch = (num_rows, _PROGRAMS, length)

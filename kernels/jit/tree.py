@@ -77,13 +77,13 @@ _ILLEGAL: tl.constexpr = tl.constexpr(ILLEGAL_TOKEN)
 
 @triton.jit
 def _best_of_rest(logits, vocab_size, position, low, high, choice, TILE: tl.constexpr):
-    """The token of largest logit + noise in a row, the lowest of equals; _NONE if all logits are -inf."""
+    """Return the token of largest logit + noise in a row, the lowest id among equals; _NONE if all logits are -inf."""
     best = tl.max(tl.full([TILE], float("-inf"), tl.float32), axis=0)
     best_id = tl.max(tl.full([TILE], _NONE, tl.int32), axis=0)
     for tile in range(0, tl.cdiv(vocab_size, TILE)):
         columns = tile * TILE + tl.arange(0, TILE)
         values = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
-        # No noise is above 22.9: most tiles of a filtered row cannot win.
+        # Noise is at most 22.9, so most tiles of a filtered row cannot win.
         if tl.max(values, axis=0) + 23.0 > best:
             scores = values + noise_of_tile(tile, position, low, high, choice, TILE)
             highest = tl.max(scores, axis=0)
@@ -95,7 +95,7 @@ def _best_of_rest(logits, vocab_size, position, low, high, choice, TILE: tl.cons
 
 @triton.jit
 def _choose(sampled, children, child_ids, places, logits, total, floats, key, position, vocab_size, TILE: tl.constexpr):
-    """The token that acceptance thresholds let through below a node, or sample in place of all its children."""
+    """Return the child that the acceptance thresholds accept, or a token sampled from all but the children."""
     low, high, choice = load_key(key)
     zero = position ^ position
     word, _, _, _ = philox(zero, position, zero + choice, zero + 1, low, high)
@@ -146,7 +146,7 @@ def _walk(
         fails = tl.sum(tl.where(here, wrong, 0), axis=0)
         token = tl.sum(tl.where(here, samples, 0), axis=0)
         children = inside & (above == node)
-        if LOSSY:  # noqa: SIM102  # decided before the other
+        if LOSSY:  # noqa: SIM102  # decided at compile time
             if loose & (fails == 0) & (tl.sum(children.to(tl.int32), axis=0) > 0):
                 wide = node.to(tl.int64)
                 position = (tl.load(positions + node) + 1).to(tl.uint32, bitcast=True)
@@ -154,7 +154,7 @@ def _walk(
                     token, children, ids, places, processed + wide * processed_stride, tl.load(totals + node),
                     floats, ints, position, vocab_size, TILE,
                 )  # fmt: skip
-        # No kernel before this one may do that. If one does, it harms its own request alone.
+        # Earlier kernels must not sample such a token. If one does, only its own request fails.
         fails = tl.where((fails == 0) & ((token < 0) | (token >= vocab_size)), _ILLEGAL, fails)
         node = tl.min(tl.where(children & (ids == token), places, _NONE), axis=0)
         node = tl.where(node == _NONE, -1, node)
