@@ -1,4 +1,4 @@
-"""See kernels.attention: trees of a round, paths of the deterministic mode, prompts."""
+"""Triton kernels of kernels.attention: trees of a round, paths of the deterministic mode, prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend_tiles(
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
-    Keys are numbered through: the context, then the row's own tokens.
+    Keys are numbered consecutively: the context, then the row's own tokens.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -51,7 +51,7 @@ def attend_tiles(
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
 
-    # Lengths and page tables come from before the launch in front of this one: no need to wait for them.
+    # Lengths and page tables were written before the previous launch, so there is no need to wait for it.
     row, place, row_first, row_end, cached, table = load_tile_row(
         first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tl.program_id(0),
         TOKENS, ROWS_PAD,
@@ -62,10 +62,11 @@ def attend_tiles(
     span = split_steps(tl.cdiv(total, KEYS) - begin, num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
     low = begin * KEYS + split * span
     high = tl.minimum(low + span, total)
-    # Tiles whose keys are all context, then those that hold keys of the round too.
+    # First tiles whose keys are all context, then tiles that also hold keys of the round.
     open_end = tl.minimum(high, cached // KEYS * KEYS)
     last = tl.maximum(total - 1, 0)
-    # Idle splits need not wait, but one of each tile does: when this launch ends, those in front have ended.
+    # Idle splits need not wait, but one split of each tile must, so that previous launches have ended when this one
+    # ends.
     if (split > 0) & (low >= high):
         return
 
@@ -74,7 +75,8 @@ def attend_tiles(
     k_head = k_cache + kv_head * DIM
     v_head = v_cache + kv_head * DIM
     if PREFETCH:
-        # Keys and values of the context are old, too. One tile of queries asks for all that share them.
+        # Keys and values of the context are old, too. One tile of queries prefetches them for all tiles that share
+        # them.
         old_end = tl.minimum(high, cached)
         if (low < old_end) & (place == 0):
             prefetch_tile(k_head, v_head, table, low, old_end, last, LINE, DIM, KEYS, PAGE, ON_GPU)
@@ -119,7 +121,7 @@ def attend_tiles(
         products = scores(tile_q, tile_k, seen, SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
-    # Padding tokens come here with nothing summed, and get zeros.
+    # Padding tokens have empty sums here, and get zeros.
     store_tile(
         output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT
     )
@@ -135,7 +137,7 @@ def tree_attention(
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
-    # Where keys are split, `combine` clears padding.
+    # If keys are split, `combine` clears padding.
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
     programs = mean_row_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
     exclusive = exclusive_splits(programs, config.rows, num_splits, num_processors(q))
@@ -152,13 +154,13 @@ def tree_attention(
         launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, rules.window)
 
 
-# Tokens that share a tile; they go along their paths one after the other.
+# Tokens that share a tile; they follow their paths one after the other.
 PATH_TOKENS = 4
 
 
 @triton.jit
 def steps_of(num_tiles, split, num_splits, SPAN: tl.constexpr):
-    """How many of the first `num_tiles` key tiles are a split's in the deterministic mode: see nth_tile."""
+    """Return how many of the first `num_tiles` key tiles belong to a split in the deterministic mode; see nth_tile."""
     turns = num_tiles // (SPAN * num_splits)
     rest = num_tiles - turns * SPAN * num_splits - split * SPAN
     return turns * SPAN + tl.minimum(tl.maximum(rest, 0), SPAN)
@@ -166,13 +168,13 @@ def steps_of(num_tiles, split, num_splits, SPAN: tl.constexpr):
 
 @triton.jit
 def nth_tile(n, split, num_splits, SPAN: tl.constexpr):
-    """The n-th key tile of a split: SPAN tiles in a row, then again when all splits had theirs."""
+    """Return the n-th key tile of a split: splits take SPAN consecutive tiles each, in turns."""
     return (n // SPAN * num_splits + split) * SPAN + n % SPAN
 
 
 @triton.jit
 def _path_slots(table, steps, keys, cached, last, PAGE: tl.constexpr, DEPTH: tl.constexpr, ON_GPU: tl.constexpr):
-    """KV slots of absolute positions, behind the context those to which a path leads; and which of them there are."""
+    """Return KV slots of absolute positions, along a path past the context, and which of them exist."""
     own = keys - cached
     place = load_ints(steps + tl.minimum(tl.maximum(own, 0), DEPTH - 1), ON_GPU)
     there = (own < 0) | ((own < DEPTH) & (place >= 0))
@@ -191,9 +193,9 @@ def attend_paths(
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is TOKENS tokens of a row times the GROUP heads of a kv head.
 
-    Key tiles lie at absolute positions, and which split takes one follows from that position. Those of context alone
-    are the same for all tokens of the row. Behind, every token goes along its own path while all keys are hidden from
-    the others, which leaves their sums as they are: a token's result is the same whoever shares its tile.
+    Key tiles lie at absolute positions, which determine their splits. Tiles with only context are the same for all
+    tokens of the row. After them, each token follows its own path while its keys are hidden from the others, whose sums
+    do not change: a token's result does not depend on the tokens that share its tile.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1)
@@ -213,7 +215,7 @@ def attend_paths(
     marks = tl.load(path + members[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :], mask=member_ok[:, None], other=-1)
     deepest = tl.max(tl.sum((marks >= 0).to(tl.int32), 1), 0)
     shared = steps_of(tl.where(real, cached // KEYS, 0), split, num_splits, SPAN)
-    # Steps behind the shared ones that the token of the longest path needs; the others take as many.
+    # Steps after the shared ones that the token with the longest path needs; the others take equally many.
     own_steps = steps_of(tl.where(real, tl.cdiv(cached + deepest, KEYS), 0), split, num_splits, SPAN) - shared
     wait_and_release(PDL)
     if (row > num_rows) | ((shared + own_steps == 0) & (real | (not DIRECT))):
@@ -231,7 +233,7 @@ def attend_paths(
     hidden_end = lanes
     begin = 0
     if WINDOW:
-        # Where the window of each query begins; a tile in which it hides all keys leaves the sums as they are.
+        # Where each query's window begins; a tile whose keys it hides does not change the sums.
         steps = tl.arange(0, DEPTH)
         marks = tl.load(path + token[:, None] * DEPTH + steps[None, :], mask=row_ok[:, None], other=-1)
         hidden_end = cached + tl.sum((marks >= 0).to(tl.int32), 1) - WINDOW
@@ -253,7 +255,7 @@ def attend_paths(
 
     ahead = nth_tile(shared, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
     slots, there = _path_slots(table, path + tile_first * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
-    # Also where there is no step: what is read ahead must lie in the path of a token.
+    # At least 1: entries that are read ahead must lie in the path of a token.
     each = tl.maximum(own_steps, 1)
     for n in tl.range(0, own_steps * tl.minimum(TOKENS, row_end - tile_first), num_stages=STAGES):
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
@@ -304,14 +306,15 @@ def attend_causal(
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads). Every query goes through the key tiles from position 0 on, or from one before its window,
-    so where a chunk of the prompt begins changes nothing: a tile that hides all its keys from a query leaves that
-    query's sums as they are.
+    """Grid (tiles, kv heads).
+
+    Every query goes through the key tiles from position 0 on, or from one before its window, so it makes no difference
+    where a chunk of the prompt begins: a tile whose keys are all hidden from a query does not change its sums.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
-    # The last tiles of a row have the most keys: they start first.
+    # The last tiles of a row have the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row, place, row_first, row_end, cached, table = load_tile_row(
         first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tile, TOKENS, ROWS_PAD
@@ -365,7 +368,7 @@ def attend_causal(
         products = scores(tile_q, tile_k, seen, SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
-    # Padding tokens come here with nothing summed, and get zeros.
+    # Padding tokens have empty sums here, and get zeros.
     store_tile(output, output, output, at, top, mass, acc, 0, 0, row_ok, DIM, True)
 
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: rows of tiles, key slots, the online softmax, and keys split among programs."""
+"""Shared parts of the attention kernels: rows of tiles, key slots, online softmax, and keys split among programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG2E: tl.constexpr = tl.constexpr(log2(e))
 
 @triton.jit
 def find_tile(first, num_rows, num_tokens, tile, TOKENS: tl.constexpr, ROWS_PAD: tl.constexpr):
-    """The request row of a tile of TOKENS tokens, and the tile's place in it.
+    """Return the request row of a tile of TOKENS tokens, and the tile's place in it.
 
     Row `num_rows` stands for the padding tokens; rows past it have no tiles. ROWS_PAD > num_rows.
     """
@@ -40,7 +40,7 @@ def load_tile_row(
     first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tile,
     TOKENS: tl.constexpr, ROWS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """As find_tile; then, of that row, its first token and the one behind its last, its context and its page table."""
+    """Return the results of find_tile and the row's first token, last token + 1, context and page table."""
     row, place = find_tile(first, num_rows, num_tokens, tile, TOKENS, ROWS_PAD)
     real = row < num_rows
     row_first = tl.load(first + row, mask=row <= num_rows, other=0)
@@ -53,7 +53,7 @@ def load_tile_row(
 
 @triton.jit
 def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
-    """The request row of a token; num_rows for a padding token."""
+    """Return the request row of a token; num_rows for a padding token."""
     lanes = tl.arange(0, ROWS_PAD)
     end = tl.load(first + lanes + 1, mask=lanes < num_rows, other=2147483647)
     return tl.sum((end <= token).to(tl.int32), 0)
@@ -63,8 +63,9 @@ def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
 def load_ints(pointers, ON_GPU: tl.constexpr):
     """Load the int32 at each pointer.
 
-    On a GPU by an instruction that the compiler does not take for a load: it would copy these few numbers through
-    shared memory, a stage of the pipeline of its own, and have the keys behind them wait. Callers read a step ahead.
+    On a GPU this uses an instruction that the compiler does not recognize as a load. Otherwise it would copy these few
+    numbers through shared memory, in a pipeline stage of their own, and keys would wait for them. Callers read a step
+    ahead.
     """
     if ON_GPU:
         numbers = tl.inline_asm_elementwise(
@@ -77,7 +78,7 @@ def load_ints(pointers, ON_GPU: tl.constexpr):
 
 @triton.jit
 def keep_in_registers(tile, ON_GPU: tl.constexpr):
-    """Have the tile's loads done here: the compiler would put them off until the tile is used."""
+    """Complete the tile's loads here; the compiler would delay them until the tile is used."""
     if ON_GPU:
         PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACK)
@@ -86,20 +87,20 @@ def keep_in_registers(tile, ON_GPU: tl.constexpr):
 
 @triton.jit
 def key_slots(table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
-    """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`."""
+    """Return int64 KV slots of logical positions `keys`; positions past `last` get the slot of `last`."""
     keys = tl.minimum(keys, last)
     return load_ints(table + keys // PAGE, ON_GPU).to(tl.int64) * PAGE + keys % PAGE
 
 
 @triton.jit
 def page_slots(table, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
-    """KV slots of the key tile at logical position `start`: the int64 slot of a page for each key, and what to add.
+    """Return KV slots of the key tile at logical position `start`, as int64 base slots and offsets to add.
 
-    Where pages fill a tile, what to add is the same for all tiles, so a loop over them need not compute it again.
+    If whole pages fill a tile, the offsets are the same for all tiles, so a loop need not compute them again.
     """
     lanes = tl.arange(0, KEYS)
     if KEYS % PAGE == 0:
-        # A pipelined loop asks for tiles behind its last one.
+        # A pipelined loop reads tiles past its last one.
         pages = load_ints(table + tl.minimum(start // PAGE + lanes // PAGE, last // PAGE), ON_GPU)
         first_slots, within = pages.to(tl.int64) * PAGE, lanes % PAGE
     else:
@@ -112,7 +113,7 @@ def prefetch_tile(
     k_head, v_head, table, low, end, last,
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Ask for keys and values of the tile at `low`, of those positions that lie before `end`."""
+    """Prefetch keys and values of the tile at `low`, for positions before `end`."""
     LINES: tl.constexpr = DIM * k_head.dtype.element_ty.primitive_bitwidth // 1024
     ahead = tl.minimum(low + tl.arange(0, KEYS), end - 1)
     lines = key_slots(table, ahead, last, PAGE, ON_GPU)[:, None] * LINE
@@ -123,13 +124,13 @@ def prefetch_tile(
 
 @triton.jit
 def softmax_step(products, v, top, mass, acc, scale):
-    """One step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
+    """Do one step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
 
-    Explicit fma: what the compiler fuses must not differ between copies of this code, or the result of a token would
-    depend on which copy its keys went through.
+    Explicit fma: the compiler must not fuse copies of this code differently, or a token's result would depend on which
+    copy processed its keys.
     """
     new_top = tl.maximum(top, tl.max(products, 1) * scale)
-    # A query that has seen no key yet keeps -inf, and -inf minus -inf is NaN.
+    # A query that has seen no key yet has -inf, and -inf minus -inf is NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(tl.fma(products, scale, -base[:, None]))
     shrink = tl.exp2(top - base)
@@ -141,7 +142,7 @@ def softmax_step(products, v, top, mass, acc, scale):
 
 @triton.jit
 def squash(products, SQUASH: tl.constexpr):
-    """Unscaled scores, or where they are capped tanh(scores * SQUASH); the cap itself is then part of the scale."""
+    """Return unscaled scores or, if they are capped, tanh(scores * SQUASH); the cap is then part of the scale."""
     if SQUASH is not None:
         products = 1.0 - 2.0 / (tl.exp(products * (2.0 * SQUASH)) + 1.0)
     return products
@@ -149,15 +150,15 @@ def squash(products, SQUASH: tl.constexpr):
 
 @triton.jit
 def scores(tile_q, tile_k, seen, SQUASH: tl.constexpr):
-    """Unscaled scores, -inf where a query does not see a key."""
+    """Return unscaled scores, -inf where a query does not see a key."""
     return tl.where(seen, squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH), float("-inf"))
 
 
 @triton.jit
 def init_softmax(sinks, heads, is_first, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Top score, mass and weighted sum of queries that have seen no key: where `softmax_step` begins.
+    """Return top score, mass and weighted sum of queries that have seen no key, to start `softmax_step` with.
 
-    `sinks`, if not None, are scores of a key without a value, one a head; only the first of several splits counts them.
+    `sinks`, if not None, are scores of a key without a value, one a head; only the first of several splits adds them.
     """
     if sinks is None:
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -170,7 +171,7 @@ def init_softmax(sinks, heads, is_first, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def first_seen_step(cached, WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """The first tile of keys that any token behind a context of `cached` sees."""
+    """Return the first key tile that any token after a context of `cached` tokens sees."""
     return tl.maximum(cached + 1 - WINDOW, 0) // KEYS if WINDOW else 0
 
 
@@ -180,13 +181,14 @@ def attend_context(
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
-    """Steps of `softmax_step` over whole key tiles from `low` to `end`, which all queries see as far as WINDOW lets
-    those at `positions`.
+    """Do steps of `softmax_step` over whole key tiles from `low` to `end`.
+
+    All queries see all these keys, except as WINDOW limits those at `positions`.
     """
     dims = tl.arange(0, DIM)
     for start in tl.range(low, end, KEYS, num_stages=STAGES):
         pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
-        # In this order: where pages fill a tile, only the pages differ between steps.
+        # In this order, since only `pages` differ between steps if whole pages fill a tile.
         inner = within[:, None] * LINE + dims[None, :]
         outer = pages[:, None] * LINE
         tile_k = tl.load(k_head + inner + outer).to(tile_q.dtype)
@@ -199,22 +201,22 @@ def attend_context(
     return top, mass, acc
 
 
-# Parts, of all (token, head) pairs, that may be read at once by sums of several warps. These exchange what they have
-# through shared memory, of which a small kernel gets little: more of them do not run beside those of the next launch.
+# Most parts, over all (token, head) pairs, that are summed at once by several warps. Warps exchange sums through shared
+# memory, of which a small kernel gets little: more programs would not run beside those of the next launch.
 LARGE_SUM = 4096
 WARP_FLOATS = 1024
-"""What a warp reads at once."""
+"""Floats that a warp reads at once."""
 
 
-# Steps that a program alone on its processor takes before two that share one are faster.
+# Steps of a program alone on its processor above which two programs that share a processor are faster.
 LONG_SPLIT_STEPS = 16
 
 
 @triton.jit
 def split_steps(num_steps, num_splits, exclusive_splits, SPAN: tl.constexpr, LONGEST: tl.constexpr):
-    """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN.
+    """Return the steps of each split but the last: as few as possible for all splits together, but at least SPAN.
 
-    More than `exclusive_splits` take part only where each of these had more than LONGEST steps.
+    More than `exclusive_splits` take part only if each of these would have more than LONGEST steps.
     """
     exclusive = tl.cdiv(num_steps, exclusive_splits)
     return tl.maximum(tl.where(exclusive > LONGEST, tl.cdiv(num_steps, num_splits), exclusive), SPAN)
@@ -225,7 +227,7 @@ def store_tile(
     output, partials, stats, at, top, mass, acc, num_pairs, split, row_ok,
     DIM: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile: the attention itself where keys are not split, else the parts of `combine`.
+    """Store a tile: the result of attention if keys are not split, otherwise the parts for `combine`.
 
     `at` [ROWS] int64 numbers the (token, head) pair of each tile row among `num_pairs`.
     """
@@ -250,7 +252,7 @@ def combine(
 ):  # fmt: skip
     """Grid (tokens, heads): add up the splits of a (token, head) pair, EACH at a time. Padding tokens get zeros.
 
-    If BRANCHES, a token's branch stands before the splits, which are those of its context.
+    If BRANCHES, a token's branch comes before the splits of its context.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -299,16 +301,16 @@ def combine(
 
 
 _LEAST_ROW_LANES = 16
-"""Rounds of fewer rows share a kernel: each number of lanes is one more to compile."""
+"""Rounds of fewer rows share a kernel, since each number of lanes is another kernel to compile."""
 
 
 def row_lanes(num_rows: int) -> int:
-    """Lanes in which a program looks for a row, with one for padding: ROWS_PAD."""
+    """Return ROWS_PAD, the lanes in which a program looks for a row, with one for padding."""
     return max(power_of_two(num_rows + 1), _LEAST_ROW_LANES)
 
 
 def score_options(rules: ScoreRules, scale: float) -> dict[str, Any]:
-    """`scale` in the base of the kernels' softmax, and constants of the rules: None and 0 leave no trace in kernels."""
+    """Return `scale` for the kernels' softmax of base 2, and constants of the rules; None and 0 are compiled away."""
     return {
         "scale": (rules.softcap or scale) * log2(e), "sinks": rules.sinks,
         "WINDOW": rules.window, "SQUASH": scale / rules.softcap if rules.softcap else None,
@@ -318,7 +320,7 @@ def score_options(rules: ScoreRules, scale: float) -> dict[str, Any]:
 def launch_options(
     q: Tensor, k_cache: Tensor, num_rows: int, page_size: int, pdl: bool, config: TileConfig
 ) -> dict[str, Any]:
-    """Constants and options of the kernels that walk over key tiles."""
+    """Return constants and options of the kernels that loop over key tiles."""
     return {
         "HEADS": q.shape[1], "KV_HEADS": k_cache.shape[1], "DIM": q.shape[2], "PAGE": page_size,
         "ROWS": config.rows, "KEYS": config.keys, "ROWS_PAD": row_lanes(num_rows), "STAGES": config.num_stages,
@@ -328,7 +330,7 @@ def launch_options(
 
 
 def tile_tokens(config: TileConfig, num_heads: int, kv_heads: int) -> int:
-    """Tokens whose query heads of a kv head fill a tile. Raises ValueError where not even one fits."""
+    """Return how many tokens' query heads of a kv head fill a tile. Raises ValueError if not even one token's fit."""
     tokens = config.rows * kv_heads // num_heads
     if not tokens:
         raise ValueError(f"{num_heads // kv_heads} query heads to a kv head do not fit a tile of {config.rows} rows")
@@ -336,7 +338,7 @@ def tile_tokens(config: TileConfig, num_heads: int, kv_heads: int) -> int:
 
 
 def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Memory of each split for weighted sums of values, and for top scores and masses, by (token, head) pair."""
+    """Return each split's memory for weighted sums of values, and for top scores and masses, by (token, head) pair."""
     if num_splits == 1:
         return q, q
     pairs = (num_splits, q.shape[0] * q.shape[1])
@@ -349,10 +351,10 @@ def launch_combine(
     num_splits: int, exclusive_splits: int, config: TileConfig, num_heads: int, pdl: bool,
     window: int, longest: int = LONG_SPLIT_STEPS, branches: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `combine` over the parts that splits have left."""
+    """Launch `combine` over the parts that the splits have stored."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
     each = power_of_two(num_splits + branches)
-    # The order of the deterministic mode must not depend on the batch.
+    # In the deterministic mode the order of the sum must not depend on the batch.
     if path is None and each * num_tokens * num_heads > LARGE_SUM:
         each = min(each, max(WARP_FLOATS // dim, 1))
     combine[(num_tokens, num_heads)](

@@ -11,7 +11,7 @@ from kernels.launch import power_of_two
 
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 _COLUMNS = 2048
-"""Of rows that are copied, in a program."""
+"""Columns that a program copies."""
 
 
 @triton.jit(do_not_specialize=["num_nodes", "first_given"])
@@ -19,7 +19,7 @@ def _find_roots(
     rows, table_rows, tree_slots, sources, kv_slots, bases, node_positions, injected, slots, places, positions,
     num_nodes, first_given, REGION: tl.constexpr, NODES: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row of the burst, whose lanes are all nodes of the step; the first one has padding, too."""
+    """One program for each row of the burst, whose lanes are all nodes of the step; the first also handles padding."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside = node < num_nodes
@@ -69,7 +69,7 @@ def _lay_out_blocks(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, SEEN: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     SCRATCH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each root. SEEN: words of the mask that are tree slots; SCRATCH: logical position of the places."""
+    """One program a root. SEEN: words of the mask for tree slots. SCRATCH: logical position of the block's places."""
     row = tl.program_id(0)
     there = tl.load(is_there + row) >= 0
     place = tl.load(places + row, mask=there, other=0).to(tl.int64)
@@ -78,7 +78,7 @@ def _lay_out_blocks(
     tl.store(tokens + row, token)
     tl.store(rows + row, tl.where(there, table, -1))
     tl.store(first + row, row * SIZE)
-    # The last program's second one is the end of all.
+    # The last program also stores the end of all blocks.
     tl.store(first + row + 1, (row + 1) * SIZE, mask=row + 1 == tl.num_programs(0))
 
     order = tl.arange(0, SIZE_PAD)
@@ -93,7 +93,7 @@ def _lay_out_blocks(
 
     word = tl.arange(0, WORDS_PAD)
     count = tl.minimum(SIZE - (word - SEEN) * 32, 32)
-    # Nothing is shifted by as many bits as there are.
+    # A shift by all 32 bits is undefined.
     bits = tl.where(count == 32, -1, (tl.full([WORDS_PAD], 1, tl.int32) << tl.minimum(tl.maximum(count, 0), 31)) - 1)
     if SEEN > 0:
         of_tree = (word < SEEN) & there
@@ -126,7 +126,7 @@ def lay_out_blocks(
 
 @triton.jit
 def _request(where, index, num_requests):
-    """Padding has the last request's place."""
+    """Return a node's request; the last one for padding."""
     request = tl.load(where + index)
     return tl.where(request < 0, num_requests - 1, request).to(tl.int64)
 
@@ -162,7 +162,7 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
 
 @triton.jit
 def _place(begins, where, positions, node, num_requests, GUESSES: tl.constexpr):
-    """A node's place in its request's last block, and the row of the store, of the nearest place outside of it."""
+    """Return a node's place in its request's latest block, and the store's row of the nearest place in it."""
     request = _request(where, node, num_requests)
     place = tl.load(positions + node).to(tl.int32) - tl.load(begins + request)
     return place, request * GUESSES + tl.minimum(tl.maximum(place, 0), GUESSES - 1)
@@ -200,7 +200,7 @@ def _read_inputs(
     begins, kept_rows, where, positions, memory, tokens, embedding, out, num_requests, memory_stride,
     GUESSES: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (nodes, parts of the widest of the three)."""
+    """Grid (nodes, parts of the widest input)."""
     node = tl.program_id(0).to(tl.int64)
     place, at = _place(begins, where, positions, node, num_requests, GUESSES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

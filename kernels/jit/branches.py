@@ -41,12 +41,12 @@ from kernels.jit.attention_parts import (
 from kernels.jit.memory import scratch, wait_and_release
 from kernels.launch import ceil_div, num_processors, power_of_two
 
-# Tree slots that a token looks at in a step: more than nearly all of them have ancestors.
+# Tree slots that a token reads in a step; nearly all tokens have fewer ancestors.
 BRANCH_KEYS = 32
-# Steps of a split after which all of them are used: up to there half as many are faster, for their sum is.
+# Steps of a split above which all splits are used; up to there half as many are faster, since their sum is.
 LONG_CONTEXT_STEPS = 2
 _RESIDENT_TILES: tl.constexpr = tl.constexpr(RESIDENT_TILES)
-# While fewer programs have the context, one more joins them: it has less of the context than others, or nothing.
+# If fewer programs have the context, one more joins them, which has less of the context than others, or none.
 _JOIN_BELOW: tl.constexpr = tl.constexpr(4)
 
 
@@ -76,7 +76,7 @@ def _attend_branch(
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads of a kv head attend to the `count` KV slots at `branch`: the first part of the sum."""
+    """Let a token's heads of a kv head attend to the `count` KV slots at `branch`: the first part of the sum."""
     keys = tl.arange(0, KEYS)
     last = tl.maximum(count - 1, 0)
     slots = load_ints(branch + tl.minimum(keys, last), ON_GPU).to(tl.int64)
@@ -86,7 +86,7 @@ def _attend_branch(
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes
     top, mass, acc = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, True, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=(lanes < GROUP)[:, None], other=0.0)
-    # Nearly always once: there is nothing to pipeline.
+    # Nearly always a single iteration, with nothing to pipeline.
     for start in tl.range(0, count, KEYS, num_stages=1):
         where = slots[:, None] * LINE + dims[None, :]
         inside = start + keys < count
@@ -109,8 +109,8 @@ def attend_branches(
 ):  # fmt: skip
     """Grid (tokens, then tiles times splits; kv heads).
 
-    A program has a token's branch, or a split of the context for a tile: ROWS // GROUP tokens of a row times the GROUP
-    heads of a kv head.
+    A program handles a token's branch, or a split of the context for a tile: ROWS // GROUP tokens of a row times the
+    GROUP heads of a kv head.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -118,7 +118,7 @@ def attend_branches(
     kv_head = tl.program_id(1)
     k_head = k_cache + kv_head * DIM
     v_head = v_cache + kv_head * DIM
-    # Lists, lengths and page tables come from before the launch in front of this one: no need to wait for them.
+    # Lists, lengths and page tables were written before the previous launch, so there is no need to wait for it.
     if tl.program_id(0) < num_tokens:
         own = tl.program_id(0)
         count = tl.load(lens + own)
@@ -141,14 +141,14 @@ def attend_branches(
     span = split_steps(tl.cdiv(cached, KEYS) - skipped, num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
     low = skipped * KEYS + split * span
     high = tl.minimum(low + span, cached)
-    # Nobody waits for idle programs: those of tokens have all waited when this launch ends.
+    # Idle programs need not wait: those of tokens have all waited when this launch ends.
     if low >= high:
         return
 
     last = cached - 1
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    # Keys and values are old, too. One tile of queries asks for all that share them.
+    # Keys and values are old, too. One tile of queries prefetches them for all tiles that share them.
     if PREFETCH and place == 0:
         prefetch_tile(k_head, v_head, table, low, high, last, LINE, DIM, KEYS, PAGE, ON_GPU)
     wait_and_release(PDL)
@@ -224,14 +224,14 @@ def branch_attention(
     )
 
 
-# Short contexts, in one launch. For small models, whose launches are short and wait for each other. A program has the
-# first keys and values in registers before the launch in front of this one ends, since contexts are old; those of a
-# branch are not. Programs that share a tile meet in memory, and the last one to come adds up.
+# Short contexts in one launch, for small models, whose launches are short and wait for each other. A program loads the
+# first keys and values into registers before the previous launch ends, since contexts, unlike branches, are old.
+# Programs that share a tile store their parts in memory, and the last one adds them up.
 
 
 @triton.jit
 def _load_heads(heads, slots, inside, LINE: tl.constexpr, DIM: tl.constexpr):
-    """Keys or values [KEYS, DIM] of a kv head."""
+    """Load keys or values [KEYS, DIM] of a kv head."""
     return tl.load(heads + slots[:, None] * LINE + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
 
 
@@ -240,7 +240,7 @@ def _context(
     k_head, v_head, table, start, cached,
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of the positions from `start` on, and which of them there are."""
+    """Load keys and values of the positions from `start` on, and return which of them exist."""
     keys = start + tl.arange(0, KEYS)
     slots = key_slots(table, keys, tl.maximum(cached - 1, 0), PAGE, ON_GPU)
     inside = keys < cached
@@ -249,7 +249,7 @@ def _context(
 
 @triton.jit
 def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
+    """Return which queries at `position` see which of the `inside` keys from `start` on."""
     seen = inside[None, :]
     if WINDOW:
         seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
@@ -258,7 +258,7 @@ def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constexpr, ON_GPU: tl.constexpr):
-    """Slots of the ancestors from `begin` on, MEMBERS of each token, and which of them there are."""
+    """Load slots of the ancestors from `begin` on, MEMBERS of each token, and return which of them exist."""
     member = begin + tl.arange(0, counts.shape[0]) % MEMBERS
     at = branches + tokens.to(tl.int64) * stride + tl.minimum(member, tl.maximum(counts - 1, 0))
     return load_ints(at, ON_GPU).to(tl.int64), member < counts
@@ -274,7 +274,7 @@ def _clear_padding(
     out, begin, end, num_tokens, kv_head,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for those of TOKENS tokens from `begin` on that lie behind `end`."""
+    """Write zeros for those of TOKENS tokens from `begin` on that are not before `end`."""
     lanes = tl.arange(0, ROWS)
     token = begin + lanes // GROUP
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
@@ -288,7 +288,7 @@ def _combine_last(
     out, partials, stats, counter, at, row_ok, top, mass, acc, split, used,
     DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The last of a tile's programs to come adds up what all have left, and leaves the counter at zero."""
+    """Store a program's part; the last program of a tile adds up all parts, and resets the counter to zero."""
     ROWS: tl.constexpr = acc.shape[0]
     rows = tl.arange(0, ROWS)
     cells = rows[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -327,8 +327,8 @@ def attend_short(
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
-    Of `used` splits, split s has the context's tiles s, s + used and so on, and of each branch MEMBERS ancestors, the
-    last split the first of them: it has the least of the context, often nothing.
+    Of `used` splits, split s has the context's tiles s, s + used and so on, and MEMBERS ancestors of each branch. The
+    last split has the first ancestors, since it has the least of the context, often nothing.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -344,7 +344,7 @@ def attend_short(
     cached = tl.load(cached_len + row, mask=real, other=0)
     needed = tl.cdiv(cached, _RESIDENT_TILES * KEYS)
     used = tl.minimum(tl.where(needed < _JOIN_BELOW, needed + 1, needed), num_splits)
-    # Nobody waits for idle programs. One without a row may still have padding to see to.
+    # Idle programs need not wait. A program without a row may still have padding to clear.
     if (split >= used) | ((not real) & ((tile + 1) * TOKENS <= end)):
         return
     table = page_tables + tl.load(table_rows + row, mask=real, other=0).to(tl.int64) * table_stride
@@ -352,7 +352,7 @@ def attend_short(
     v_head = v_cache + kv_head * DIM
     begin = row_first + place * TOKENS
 
-    # Lists, lengths, page tables and the context's keys come from before the launch in front of this one.
+    # Lists, lengths, page tables and the context's keys were written before the previous launch.
     near_k, near_v, near = _context(k_head, v_head, table, split * KEYS, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
     far_k, far_v, far = _context(k_head, v_head, table, (split + used) * KEYS, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
     owner = tl.arange(0, KEYS) // MEMBERS
@@ -382,7 +382,7 @@ def attend_short(
     to_near = scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), SQUASH)
     to_far = scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), SQUASH)
     to_own = scores(tile_q, own_k, of_own & own[None, :], SQUASH)
-    # All three at once: each sum over a row is one between warps.
+    # All three at once: each reduction over a row is an exchange between warps.
     top = tl.max(tl.maximum(tl.maximum(to_near, to_far), to_own), 1) * scale
     if sinks is not None:
         sink, one, _ = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, split == 0, ROWS, DIM)
@@ -398,7 +398,7 @@ def attend_short(
     acc = _accumulate(to_far, far_v, acc)
     acc = _accumulate(to_own, own_v, acc)
 
-    # Contexts that are not short, and branches deeper than all splits have room for.
+    # Rest of contexts that are not short, and of branches too deep for all splits together.
     for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
         products = scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)
@@ -423,7 +423,7 @@ def short_branch_attention(
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
-    # Padding may take more of them than rows could.
+    # Padding may take more tiles than rows can.
     tiles = max(max_tiles(num_tokens, num_rows, max_row_tokens, tokens), ceil_div(num_tokens, tokens))
     meetings = tiles * kv_heads
     splits = short_splits(meetings, num_processors(q))

@@ -18,7 +18,7 @@ def _rms_norm(rows, part, total, weight, out, size, eps, BLOCK: tl.constexpr, PD
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    # A weight never changes, so it need not wait for the kernel before.
+    # A weight never changes, so it can be read before the previous kernel has ended.
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -45,7 +45,7 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program for a row of so many elements. Eight a thread: one load of 16 bytes for two-byte numbers."""
+    """Return the warps of a program for a row of `block` elements: eight a thread, 16 bytes of two-byte numbers."""
     return min(max(block // 256, 1), 16)
 
 
@@ -60,7 +60,7 @@ def _launch_norm(rows: Tensor, part: Tensor | None, total: Tensor | None, weight
 
 @triton.jit
 def gated(gates, ups, alpha, limit, shift):
-    """SwiGLU, with what kernels.expert_tiles.Gating has that is not None."""
+    """Compute SwiGLU with the parameters of kernels.expert_tiles.Gating that are not None."""
     if limit is not None:
         gates = tl.minimum(gates, limit)
         ups = tl.minimum(tl.maximum(ups, -limit), limit)
@@ -159,7 +159,7 @@ def _rope_write(
 ):  # fmt: skip
     """Grid (tokens, tiles of HEADS heads, layers): heads [tokens, layers, ALL, DIM], `layer_stride` of the caches.
 
-    Query heads are of one layer alone.
+    With query heads there is only one layer.
     """
     ROTATED: tl.constexpr = NUM_HEADS + KV_HEADS
     ALL: tl.constexpr = NUM_HEADS + 2 * KV_HEADS
@@ -236,7 +236,7 @@ def write_keys(
 ) -> None:  # fmt: skip
     """Implement kernels.elementwise.write_keys. With `q`, query heads precede the keys and are rotated into `q`."""
     num_tokens, layers, num_all, dim = heads.shape
-    # Few heads a program where tokens are few: latency counts, and the device has room.
+    # Few heads a program if there are few tokens: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16
     _rope_write[(num_tokens, triton.cdiv(num_all, tile), layers)](
         heads, cos, sin, slots, k_cache, v_cache, heads if norm is None else norm, heads if q is None else q, eps,

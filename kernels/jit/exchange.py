@@ -15,27 +15,27 @@ TURNS = tl.constexpr(NUM_TURNS)
 
 @triton.jit
 def _box(table, rank, words: tl.constexpr):
-    """The mailboxes of a rank, as words."""
+    """Return a pointer to the mailboxes of a rank, as words."""
     pointer = tl.load(table + rank).to(tl.pointer_type(words))
     return tl.multiple_of(pointer, 16)
 
 
 @triton.jit
 def _plain(values):
-    """Without the zero that stands for nothing."""
+    """Replace -0.0, which marks an empty place, by 0.0."""
     return tl.where(values == 0, tl.zeros_like(values), values)
 
 
 @triton.jit
 def _now(ON_GPU: tl.constexpr):
-    """Nanoseconds; in the interpreter time stands still."""
+    """Return the time in nanoseconds; always 0 in the interpreter."""
     now = tl.extra.cuda.globaltimer() if ON_GPU else tl.zeros([], tl.int64)
     return now.to(tl.int64)
 
 
 @triton.jit
 def _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU: tl.constexpr):
-    """`missing`, or 0 where its rank, `missing` - 1, is not to be waited for any more: all are told then."""
+    """Return `missing`, or 0 to stop waiting for rank `missing` - 1, after setting `failed` and `report`."""
     late = looks >= limit
     if ON_GPU:
         late = (_now(ON_GPU) - begin >= limit) | (tl.load(failed, volatile=True) > 0)
@@ -48,7 +48,7 @@ def _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU: tl.constex
 
 @triton.jit
 def _take(box, source, inside, failed, report, limit, empty: tl.constexpr, ON_GPU: tl.constexpr):
-    """Words at `box`, which rank `source` writes, when all are there."""
+    """Wait until rank `source` has written all words at `box`, and return them."""
     words = tl.load(box, mask=inside, other=0, volatile=True)
     begin, looks = _now(ON_GPU), tl.zeros([], tl.int64)
     missing = tl.max((words == empty).to(tl.int32), 0) * (source + 1)
@@ -68,7 +68,7 @@ def _send(table, other, place, values, inside):
 
 @triton.jit
 def _look(box, inside, plane, dtype: tl.constexpr, empty: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr):
-    """The sum over ranks in their order, float32, and 1 + the last rank of which a number is missing, or 0."""
+    """Return the float32 sum over ranks in their order, and 1 + the last rank with a missing number, or 0."""
     total = tl.zeros([BLOCK], tl.float32)
     missing = tl.zeros([BLOCK], tl.int32)
     for source in tl.static_range(WORLD):
@@ -83,7 +83,7 @@ def _take_sum(
     box, inside, plane, failed, report, limit,
     dtype: tl.constexpr, empty: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what all ranks write at their planes of `box`, when all of it is there."""
+    """Wait until all ranks have written their planes of `box`, and return the sum."""
     total, missing = _look(box, inside, plane, dtype, empty, BLOCK, WORLD)
     begin, looks = _now(ON_GPU), tl.zeros([], tl.int64)
     while missing > 0:
@@ -99,7 +99,7 @@ def _sum_rows(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. All ranks run the same code, so that they cannot round in different ways."""
+    """One program a row. All ranks run the same code, so they cannot round differently."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -129,7 +129,8 @@ def _sum_rows(
     else:
         for step in tl.static_range(1, WORLD + 1):
             _send(table, (rank + step) % WORLD, place, part, inside)
-    # What was read in the exchange before: by one shot, or as the row's owner, from all; else from the owner alone.
+    # Empty what the previous exchange read: from all ranks with one shot or as the row's owner, otherwise from the
+    # owner.
     from_all = (state < TURNS) | (owner == rank)
     nothing = tl.full([BLOCK], empty, words)
     read = own + (turn + 2) % TURNS * (WORLD * plane)
@@ -168,7 +169,7 @@ def _join_columns(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, WORLD: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program a piece of a row, which is a row of the mailboxes."""
+    """One program for each piece of a row; a piece is a row of the mailboxes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = rows.dtype.element_ty

@@ -57,7 +57,7 @@ def _compact(
     table_stride, accepted_stride, num_tokens_stride, layer_stride,
     WIDTH: tl.constexpr, PART: tl.constexpr, PAGE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, layers, parts of a slot). Programs share no element."""
+    """Grid (rows, layers, parts of a slot). No element belongs to two programs."""
     row = tl.program_id(0)
     start = tl.load(root + row)
     moves = tl.load(num_tokens + row * num_tokens_stride) - 1
@@ -79,7 +79,7 @@ def _compact(
         both = inside[:, None] & (element < WIDTH)[None, :]
         keys = tl.load(k + source[:, None] + element[None, :], mask=both)
         values = tl.load(v + source[:, None] + element[None, :], mask=both)
-        # Another thread's source may be this one's target: all are read before any is written.
+        # One thread's source may be another's target, so all are read before any is written.
         tl.debug_barrier()
         tl.store(k + target[:, None] + element[None, :], keys, mask=both)
         tl.store(v + target[:, None] + element[None, :], values, mask=both)

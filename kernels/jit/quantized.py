@@ -1,11 +1,11 @@
-"""Weights of eight and four bits (kernels.quant_weight) in registers, as the kernels that multiply them have them."""
+"""Conversion of eight- and four-bit weights (kernels.quant_weight) in registers, for the kernels that multiply them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Sign left and the rest right by four, at the tops of lanes, is the value times 2^-120.
+# With the sign at the top of a 16-bit lane and the rest shifted right by four, a code reads as its value times 2^-120.
 FP8_CODES = tl.constexpr(
     """{
 .reg .b32 s, t, m;
@@ -21,8 +21,8 @@ lop3.b32 s, $2, 0x80008000, t, 0xea;
 mul.bf16x2 $1, s, m;
 }"""
 )
-"""Both codes $0, $1 of words $2, in bfloat16, two words at a time."""
-# A nibble in the last bits of 128 is 128 more, exactly.
+"""Convert words $2 to their two codes $0 and $1 in bfloat16, two words at a time."""
+# A nibble in the last bits of bfloat16 128 adds its value exactly.
 INT4_CODES = tl.constexpr(
     """{
 .reg .b32 a;
@@ -39,8 +39,8 @@ lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
 sub.bf16x2 $3, a, $5;
 }"""
 )
-"""The four codes $0 to $3 of words $4, less $5 - 128, in bfloat16, two words at a time."""
-# Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
+"""Convert words $4 to their four codes $0 to $3, less $5 - 128, in bfloat16, two words at a time."""
+# With exponent and mantissa at the place of bfloat16's, a code reads as its value times 2^-126.
 MXFP4_CODES = tl.constexpr(
     """{
 .reg .b32 s, t, m;
@@ -66,12 +66,12 @@ lop3.b32 s, $4, 0x80008000, t, 0xea;
 mul.bf16x2 $3, s, m;
 }"""
 )
-"""The four codes $0 to $3 of words $4, e2m1, in bfloat16, two words at a time."""
+"""Convert words $4 to their four e2m1 codes $0 to $3 in bfloat16, two words at a time."""
 
 
 @triton.jit
 def code_values(words, PART: tl.constexpr, KIND: tl.constexpr):
-    """Values of the words' codes number PART, float32; an int4's is 0 to 15."""
+    """Return the float32 values of code number PART of each word; 0 to 15 for int4."""
     if KIND == "fp8":
         codes = ((words >> (8 * PART)) & 255).to(tl.uint8)
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -80,7 +80,7 @@ def code_values(words, PART: tl.constexpr, KIND: tl.constexpr):
         values = codes.to(tl.float32)
         if KIND == "mxfp4":
             magnitude = (codes & 7).to(tl.float32)
-            # 0, 0.5, 1, 1.5, 2, 3, 4, 6: halves up to three, then twice as far apart, and again.
+            # 0, 0.5, 1, 1.5, 2, 3, 4, 6: steps of a half up to 2, then of 1, then of 2.
             far = tl.where(magnitude < 6, magnitude - 2.0, 2.0 * magnitude - 8.0)
             values = tl.where(magnitude < 4, magnitude * 0.5, far)
             values = tl.where(codes >= 8, -values, values)
@@ -89,7 +89,7 @@ def code_values(words, PART: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Weights [weight rows, columns] of words, in the dtype of `like`; int4's less `zero` [weight rows, 1]."""
+    """Return the weights [weight rows, columns] of words in the dtype of `like`; int4 less `zero` [weight rows, 1]."""
     if ASM:
         if KIND == "fp8":
             first, second = tl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
         if KIND != "fp8":
             third = (code_values(words, 2, KIND) - zero).to(like.dtype)
             fourth = (code_values(words, 3, KIND) - zero).to(like.dtype)
-    # They stay where they are: what is moved about are names of registers.
+    # No data moves here: only names of registers change.
     if KIND == "fp8":
         weights = tl.permute(tl.join(first, second), (0, 2, 1))
     else:
@@ -122,7 +122,7 @@ def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
-    """The scales, or zeros, of a tile's weight rows for the group of `column`, float32."""
+    """Load the scales, or zeros, of a tile's weight rows for the group of `column` as float32."""
     return tl.load(table + tl.cast(column // GROUP, tl.int64) * num_scales + rows_of_scales).to(tl.float32)
 
 
@@ -131,17 +131,16 @@ def add_words(
     acc, words, factors, scales, zeros, of_row, column, num_scales,
     KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, one=None,
 ):  # fmt: skip
-    """acc [weight rows, rows] plus the product of a piece of columns, from `column` on.
+    """Return acc [weight rows, rows] plus the product of a piece of columns from `column` on.
 
-    `words` [weight rows, depth] and `factors` [rows, piece] are those of the piece; `of_row` [weight rows] is where
-    rows have their scales. `one`, where rows have a single scale each, is 1.0 that the compiler does not know: scales
-    are left to who has the whole sum.
+    `words` [weight rows, depth] and `factors` [rows, piece] are those of the piece; `of_row` [weight rows] are rows of
+    scales. If each row has a single scale, `one` is 1.0, unknown to the compiler, and the caller scales the whole sum.
     """
     zero = tl.full([words.shape[0], 1], 8.0 if KIND == "int4" else 0.0, tl.float32)
     if zeros is not None:
         zero = of_group(zeros, column, of_row, num_scales, GROUP)[:, None]
     weights = _decode(words, zero, factors, KIND, ASM)
-    # Multiplied, and so not added up within the product: there its instructions would wait for each other.
+    # The multiplication keeps the addition out of the dot product, whose instructions would wait for each other.
     part = tl.dot(weights, tl.trans(factors), input_precision="ieee")
     if one is not None:
         return acc + part * one

@@ -31,7 +31,7 @@ from kernels.linear_configs import stretches
 from kernels.quant_weight import QuantWeight
 from kernels.ring_configs import RingConfig
 
-# Triton 3.6 has another name for it than 3.7.
+# Its name differs between Triton 3.6 and 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 

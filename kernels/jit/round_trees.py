@@ -23,7 +23,7 @@ def _lay_out_committed(
     num_slots, num_rows, num_stride, committed_stride, table_stride, lag, spare,
     LANES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program: lanes are slots at first, then rows."""
+    """One program. Lanes are first slots, then rows."""
     slot = tl.arange(0, LANES)
     inside = slot < num_slots
     zero = tl.zeros([LANES], tl.int32)
@@ -33,7 +33,7 @@ def _lay_out_committed(
     tl.store(out_parents + slot, zero - 1, mask=inside)
     tl.store(out_rows + slot, zero - 1, mask=inside)
     tl.store(out_sources + slot, (zero + spare).to(tl.int64), mask=inside)
-    # Slots with a token are written again, by other threads.
+    # Other threads write slots with a token again.
     tl.debug_barrier()
 
     row = tl.arange(0, LANES)
@@ -80,7 +80,7 @@ def _plant_roots(
     CAPACITY: tl.constexpr, SEEDS: tl.constexpr, BRANCHING: tl.constexpr, REGION: tl.constexpr,
     BLOCK: tl.constexpr, ROWS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of seeds; the first one writes header and rows, too."""
+    """One program for each block of seeds; the first one also writes header and rows."""
     program = tl.program_id(0)
     index = program * BLOCK + tl.arange(0, BLOCK)
     inside = index < SEEDS
@@ -177,7 +177,7 @@ def _merge_trees(
     base_root = tl.load(root + base_row, mask=used, other=-1)
     below = used & (base_root >= 0) & (lane > base_root)
     base_depth = base_position - tl.load(positions + base_root, mask=below, other=0)
-    # The place of the base's own node that a grown one is, level by level; without such nodes there is nothing to do.
+    # The place of the base's own node that equals a grown one, level by level; no iterations without such nodes.
     twin = tl.full([NODES_PAD], -1, tl.int32)
     for _ in range(0, tl.max(tl.where(below, base_depth, 0), 0)):
         upper = tl.where(parent >= 0, tl.max(tl.where(above, twin[None, :], -1), 1), root_place)
@@ -205,7 +205,7 @@ def _merge_trees(
     tl.store(out_parents + lane, zero - 1, mask=inside)
     tl.store(out_rows + lane, zero - 1, mask=inside)
     tl.store(out_scores + lane, zero.to(tl.float32) + 1, mask=inside)
-    # Where rows begin is read, and slots with a token are written again, by other threads.
+    # Other threads read where rows begin, and write slots with a token again.
     tl.debug_barrier()
 
     shift = tl.load(out_first + base_row, mask=used, other=0) - tl.load(first + base_row, mask=used, other=0)
@@ -230,11 +230,11 @@ def _merge_trees(
 
 
 _LEAST_LANES = 32
-"""Rounds of fewer tokens and rows share a kernel: each number of lanes is one more to compile."""
+"""Rounds of fewer tokens and rows share a kernel, since each number of lanes is another kernel to compile."""
 
 
 def _lanes(*sizes: int) -> int:
-    """Lanes of a program that sees to so many things one after the other."""
+    """Return the lanes of a program that handles sets of these sizes one after the other."""
     return max(power_of_two(max(sizes)), _LEAST_LANES)
 
 
@@ -270,14 +270,14 @@ def plant_roots(
 
 
 def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
-    """Implement kernels.reference.round_trees.reopen_pool."""
+    """Do the same as kernels.reference.round_trees.reopen_pool."""
     _reopen_pool[(triton.cdiv(pool.capacity, 1024),)](
         header, pool.entries, step_size, pool.max_seeds, pool.capacity, BLOCK=1024, num_warps=4
     )
 
 
 def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: GrownTrees) -> None:
-    """Implement kernels.reference.round_trees.export_nodes."""
+    """Do the same as kernels.reference.round_trees.export_nodes."""
     width, out = order.shape[0], trees.order.shape[0]
     _export_nodes[(1,)](
         pool.entries, tables, order, trees.order, trees.pool.entries, pool.capacity, width,
