@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sources() -> str:
-    """A digest of this package as it lies on disk; empty where its sources are not there, or one cannot be read."""
+    """Return a digest of this package's sources on disk; empty if there are none or one cannot be read."""
     try:
         found = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     except OSError:  # such as an editor's lock, or one that another release has just taken away
@@ -16,4 +16,4 @@ def sources() -> str:
 
 
 SOURCES = sources()
-"""As it was before any other module of it was imported: some are long before functions are compiled."""
+"""The digest before the package's other modules were imported, some of them long before functions are compiled."""

@@ -10,19 +10,19 @@ from kernels.cpu.code import I8, I16, I32, I64, Code, Module
 from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, TILE, StackShape
 
 _HIDDEN = -1e30
-"""The product of a key with a query that does not see it."""
+"""Product of a key and a query that does not see it."""
 _LEAST = -50.0
-"""Powers of e below are 0: they change no sum, and processors take long for numbers as small as their products."""
+"""Powers of e below this exponent are 0: they change no sum, and processors are slow with products so small."""
 _FETCHED = 32
-"""Keys that are asked of memory ahead: they lie too far from each other for processors to do it by themselves."""
+"""Keys that are prefetched ahead: they lie too far from each other for processors to do it on their own."""
 _AHEAD, _STAGES = 2, 4
-"""Tiles of keys that are laid side by side before one is multiplied, and that are kept, so that nothing waits."""
+"""Tiles of keys that are laid out before one is multiplied, and tiles that are kept, so that nothing waits."""
 _SCORES, _KEYS, _QUERIES = range(3)
-"""Tiles."""
+"""Tile registers."""
 
 
 def write_attention(module: Module, shape: StackShape) -> None:
-    """`attend`: up to 16 queries of a kv head over their keys, by two passes over scores in a thread's own memory."""
+    """Write `attend`: up to 16 queries of a kv head attend by two passes over scores in a thread's own memory."""
     code = Code(module, "attend", ["run", "layer", "item", "scratch"])
     _Attention(code, shape).write()
     code.done()
@@ -53,7 +53,7 @@ class _Attention:
         self._add_up()
 
     def _lay_out_queries(self) -> None:
-        """Columns as float32, each of all queries side by side; for tiles pairs of columns, as they are."""
+        """Lay out columns in float32, each with all queries side by side; for tiles, pairs of columns as they are."""
         code, shape = self.code, self.shape
         columns = 2 if self.has_tiles else 1
         with code.loop(0, shape.head_dim // columns * 64, 64) as at:
@@ -72,15 +72,15 @@ class _Attention:
                     code.store(value, target, code.times(number, 64))
 
     def _key(self, number: Any, name: str) -> Any:
-        """Where the key, or its value, of this number lies."""
+        """Return the address of the key, or its value, of this number."""
         code, shape = self.code, self.shape
         slot = code.load_number(self.queries["slots"], code.times(number, 8))
         place = code.plus(code.times(slot, shape.num_kv_heads), self.item["head"])
         return code.plus(self.layer[name], code.times(place, 2 * shape.head_dim))
 
     def _score(self) -> None:
-        """Products of queries and some keys at a time, which are made float32 first. Behind the last key it is taken
-        again, and what comes of it not used."""
+        """Multiply queries by some keys at a time, which are converted to float32 first. Past the last key, it is
+        repeated, and its results are not used."""
         code, width, some = self.code, 4 * self.shape.head_dim, self.some
         room, last = code.room(some * width), code.plus(self.num_keys, -1)
         totals = [code.variable(code.number(0.0)) for _ in range(some)]
@@ -101,8 +101,8 @@ class _Attention:
                 code.store(total.get(), code.plus(self.scores, code.times(first, 64)), 64 * number)
 
     def _score_by_tiles(self) -> None:
-        """Products of queries and some keys at a time, which are a tile's rows once they lie side by side. Behind the
-        last key it is taken again, and what comes of it not used."""
+        """Multiply queries by some keys at a time, which are a tile's rows once they lie side by side. Past the last
+        key, it is repeated, and its results are not used."""
         code, size = self.code, 2 * self.shape.head_dim
         room = code.room(64 + _STAGES * KEYS * size)
         code.configure_tiles(room, [(tile, 64, I8(TILE)) for tile in (_SCORES, _KEYS, _QUERIES)])
@@ -115,7 +115,7 @@ class _Attention:
         code.tile("tilerelease")
 
     def _stage(self, room: Any, first: Any) -> Any:
-        """Where keys from the number `first` on are laid."""
+        """Return the address where keys from number `first` on are laid out."""
         place = self.code.build.and_(first, I64((_STAGES - 1) * KEYS))
         return self.code.plus(room, 64, self.code.times(place, 2 * self.shape.head_dim))
 
@@ -139,7 +139,7 @@ class _Attention:
         code.tile("tilestored64", _SCORES, code.at(target), I64(64))
 
     def _hide(self) -> None:
-        """Keys that a mask hides get a product below all others."""
+        """Give keys that a mask hides a product below all others."""
         code, shape, masked = self.code, self.shape, self.queries["num_masked"]
         before = code.minus(self.num_keys, masked)
         bits = ir.VectorType(ir.IntType(1), LANES)
@@ -156,7 +156,7 @@ class _Attention:
             code.store(code.build.select(visible, code.load_vector(place), code.number(_HIDDEN)), place)
 
     def _weigh(self) -> None:
-        """Products become scores, and these weights; one over their sums is put where queries were laid."""
+        """Turn products into scores, and scores into weights; store the inverse of their sums where queries were."""
         code = self.code
         most, sums = code.variable(code.number(_HIDDEN)), code.variable(code.number(0.0))
         with code.loop(0, self.num_keys) as key:
@@ -174,7 +174,7 @@ class _Attention:
         code.store(code.build.fdiv(code.number(1.0), sums.get()), self.laid)
 
     def _add_up(self) -> None:
-        """Values times weights, for some queries at a time."""
+        """Add up values times weights, for some queries at a time."""
         code, shape = self.code, self.shape
         columns = range(0, shape.head_dim, LANES)
         some = max(1, self.some // len(columns))
@@ -199,7 +199,7 @@ class _Attention:
                         code.store_halves(code.build.fmul(total.get(), share), target, 2 * column)
 
     def _target(self, query: Any) -> Any:
-        """Where what a query attends to goes."""
+        """Return the address of a query's result."""
         code, shape = self.code, self.shape
         row, member = code.build.udiv(query, I64(shape.group)), code.build.urem(query, I64(shape.group))
         head = code.plus(code.times(self.item["head"], shape.group), member)

@@ -22,7 +22,7 @@ I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), 
 VECTOR = ir.VectorType(F32, LANES)
 WORDS = ir.VectorType(I32, LANES)
 _SPINS = 2000
-"""Looks at a counter before a thread lets others have its core: some 0.1 ms."""
+"""Reads of a counter before a thread yields its core: some 0.1 ms."""
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]
@@ -35,17 +35,17 @@ _BITS = ir.VectorType(I16, LANES)
 
 
 def _int64(value: Any) -> Any:
-    """A Python number as a constant; a value as it is."""
+    """Return a Python number as a constant, other values unchanged."""
     return I64(value) if isinstance(value, int) else value
 
 
 def words(value: int) -> Any:
-    """An int32 constant in all lanes."""
+    """Return an int32 constant in all lanes."""
     return WORDS([value] * LANES)
 
 
 class Module(ir.Module):  # type: ignore[misc]
-    """Functions in the making, for processors with some instruction set."""
+    """Functions being written, for processors with an instruction set."""
 
     def __init__(self, isa: Isa) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Module(ir.Module):  # type: ignore[misc]
 
 
 class Variable:
-    """A value that changes."""
+    """A value that can be changed."""
 
     def __init__(self, code: Code, value: Any) -> None:
         self._code = code
@@ -62,16 +62,16 @@ class Variable:
         self.set(value)
 
     def set(self, value: Any) -> None:
-        """Give it another value."""
+        """Assign another value."""
         self._code.build.store(value, self._place)
 
     def get(self) -> Any:
-        """Its value now."""
+        """Return the current value."""
         return self._code.build.load(self._place, typ=self._place.allocated_type)
 
 
 class Code:
-    """One function in the making: `names` are its arguments, int64, found as attributes of `args`."""
+    """A function being written. `names` are its int64 arguments, which `args` maps to values."""
 
     def __init__(self, module: Module, name: str, names: Sequence[str]) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * len(names))
@@ -82,115 +82,115 @@ class Code:
         self._module, self.isa = module, module.isa
 
     def room(self, size: int) -> Any:
-        """The address of so many bytes on the stack, a multiple of 64."""
+        """Return the address of `size` bytes on the stack, a multiple of 64."""
         with self.build.goto_entry_block():
             found = self.build.alloca(I8, size=I64(size))
             found.align = 64
         return self.build.ptrtoint(found, I64)
 
     def variable(self, value: Any) -> Variable:
-        """A value that changes, with its first one."""
+        """Return a variable with a first value."""
         return Variable(self, value)
 
     def fields(self, address: Any, names: Sequence[str]) -> dict[str, Any]:
-        """int64 values that lie side by side."""
+        """Load int64 values that lie side by side, by name."""
         return {name: self.load_number(address, 8 * place) for place, name in enumerate(names)}
 
     def bounds(self, chunk: Any, size: Any, end: Any) -> tuple[Any, Any]:
-        """The first of a chunk of so many, and the one behind its last, `end` at most."""
+        """Return the first item of a chunk of `size` items, and the one after its last, at most `end`."""
         first = self.times(chunk, size)
         return first, self.least(self.plus(first, size), end)
 
     def plus(self, first: Any, *others: Any) -> Any:
-        """The sum of int64 values and Python's numbers."""
+        """Return the sum of int64 values and Python numbers."""
         for other in others:
             first = self.build.add(first, _int64(other))
         return first
 
     def minus(self, first: Any, other: Any) -> Any:
-        """The difference of int64 values."""
+        """Return the difference of int64 values."""
         return self.build.sub(first, other)
 
     def times(self, first: Any, other: Any) -> Any:
-        """The product of an int64 value and another or a Python number."""
+        """Return the product of an int64 value and another one or a Python number."""
         return self.build.mul(first, _int64(other))
 
     def load_number(self, address: Any, offset: Any = 0) -> Any:
-        """An int64 value."""
+        """Load an int64 value."""
         return self.load(I64, address, offset)
 
     def between(self, low: Any, value: Any, high: Any) -> Any:
-        """low < value <= high."""
+        """Whether low < value <= high."""
         is_above = self.build.icmp_signed("<", _int64(low), value)
         return self.build.and_(is_above, self.build.icmp_signed("<=", value, _int64(high)))
 
     def when(self, condition: Any) -> AbstractContextManager[Any]:
-        """What is written within is done if the condition holds."""
+        """Run the code written within if the condition holds."""
         found: AbstractContextManager[Any] = self.build.if_then(condition)
         return found
 
     def least(self, first: Any, other: Any) -> Any:
-        """The lesser of two int64 values; `other` may be a Python number."""
+        """Return the lesser of two int64 values; `other` may be a Python number."""
         other = _int64(other)
         return self.build.select(self.build.icmp_signed("<", first, other), first, other)
 
     def at(self, address: Any, offset: Any = 0) -> Any:
-        """A pointer for an int64 address."""
+        """Return a pointer for an int64 address."""
         return self.build.inttoptr(self.plus(address, offset), PTR)
 
     def load(self, kind: Any, address: Any, offset: Any = 0) -> Any:
-        """A value of `kind` at an address that need not be aligned to it."""
+        """Load a value of `kind` from an address that need not be aligned to it."""
         return self.build.load(self.at(address, offset), typ=kind, align=1)
 
     def store(self, value: Any, address: Any, offset: Any = 0) -> None:
-        """Put a value at an address that need not be aligned to it."""
+        """Store a value at an address that need not be aligned to it."""
         self.build.store(value, self.at(address, offset), align=1)
 
     def load_vector(self, address: Any, offset: Any = 0) -> Any:
-        """16 float32 numbers."""
+        """Load 16 float32 numbers."""
         return self.load(VECTOR, address, offset)
 
     def load_same(self, address: Any, offset: Any = 0) -> Any:
-        """A float32 number in all lanes."""
+        """Load a float32 number to all lanes."""
         return self.same(self.load(F32, address, offset))
 
     def load_halves(self, address: Any, offset: Any = 0) -> Any:
-        """16 bfloat16 numbers as float32."""
+        """Load 16 bfloat16 numbers as float32."""
         wide = self.build.zext(self.load(_BITS, address, offset), WORDS)
         return self.build.bitcast(self.build.shl(wide, words(16)), VECTOR)
 
     def load_half(self, address: Any, offset: Any = 0) -> Any:
-        """A bfloat16 number as float32."""
+        """Load a bfloat16 number as float32."""
         word = self.build.zext(self.load(I16, address, offset), I32)
         return self.build.bitcast(self.build.shl(word, I32(16)), F32)
 
     def store_halves(self, value: Any, address: Any, offset: Any = 0) -> None:
-        """16 float32 numbers, rounded to bfloat16."""
+        """Store 16 float32 numbers, rounded to bfloat16."""
         self.store(self.halves(value), address, offset)
 
     def halves(self, value: Any) -> Any:
-        """The bits, int16, of 16 float32 numbers rounded to bfloat16."""
+        """Return the int16 bits of 16 float32 numbers rounded to bfloat16."""
         build = self.build
         if self.isa is Isa.AMX:
             return build.bitcast(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value), _BITS)
         bits, upper = build.bitcast(value, WORDS), words(16)
         is_odd = build.and_(build.lshr(bits, upper), words(1))
         rounded = build.add(build.add(bits, words(0x7FFF)), is_odd)
-        # Rounding up, a NaN of all ones would become zero.
+        # If rounded up, a NaN of all ones would become zero.
         quiet = build.or_(bits, words(1 << 22))
         rounded = build.select(build.fcmp_unordered("uno", value, value), quiet, rounded)
         return build.trunc(build.lshr(rounded, upper), _BITS)
 
     def rounded(self, value: Any) -> Any:
-        """The integer next to the number in each lane."""
+        """Round the number in each lane to the nearest integer."""
         return self.call("llvm.rint.v16f32", VECTOR, value)
 
     def absolute(self, value: Any) -> Any:
-        """The number in each lane without its sign."""
+        """Return the absolute value of the number in each lane."""
         return self.call("llvm.fabs.v16f32", VECTOR, value)
 
     def farthest(self, values: Sequence[Any]) -> Any:
-        """The largest number of some vectors without its sign, float32; a NaN if there is one."""
+        """Return the largest absolute value in some vectors, float32; a NaN if there is one."""
         words = [self.build.bitcast(self.absolute(value), WORDS) for value in values]
         largest = words[0]
         for other in words[1:]:
@@ -198,17 +198,17 @@ class Code:
         return self.build.bitcast(self.call("llvm.vector.reduce.smax.v16i32", I32, largest), F32)
 
     def same(self, value: Any) -> Any:
-        """A float32 or int32 number in all lanes."""
+        """Return a float32 or int32 number in all lanes."""
         kind = ir.VectorType(value.type, LANES)
         one = self.build.insert_element(kind(ir.Undefined), value, I32(0))
         return self.build.shuffle_vector(one, kind(ir.Undefined), words(0))
 
     def number(self, value: float) -> Any:
-        """A constant in all lanes."""
+        """Return a float32 constant in all lanes."""
         return VECTOR([float(value)] * LANES)
 
     def call(self, name: str, kind: Any, *values: Any) -> Any:
-        """A function that is not in Python's hands: LLVM's own, or one of another module or library."""
+        """Call a function that is not written here: LLVM's own, or one of another module or library."""
         found = self._module.globals.get(name)
         if found is None:
             found = ir.Function(self._module, ir.FunctionType(kind, [value.type for value in values]), name)
@@ -219,34 +219,34 @@ class Code:
         self.call(name, ir.VoidType(), *map(_int64, values))
 
     def run_at(self, address: Any, *values: Any) -> None:
-        """The same for one that is known by its address."""
+        """Call a function at an address that takes int64 values and returns nothing."""
         kind = ir.FunctionType(ir.VoidType(), [I64] * len(values))
         self.build.call(self.build.inttoptr(address, kind.as_pointer()), [*map(_int64, values)])
 
     def copy(self, source: Any, target: Any, size: int) -> None:
-        """So many bytes, a multiple of 64."""
+        """Copy `size` bytes, a multiple of 64."""
         with self.loop(0, size, 64) as at:
             self.store(self.load(WORDS, source, at), target, at)
 
     def fetch(self, address: Any, size: int) -> None:
-        """Ask memory for so many bytes, for later; what is not there is no fault."""
+        """Prefetch `size` bytes; invalid addresses are no fault."""
         with self.loop(0, size, 64) as line:
             self.call("llvm.prefetch.p0", ir.VoidType(), self.at(address, line), I32(0), I32(3), I32(1))
 
     def fma(self, first: Any, second: Any, third: Any) -> Any:
-        """first * second + third, rounded once."""
+        """Return first * second + third, rounded once."""
         return self.call("llvm.fma.v16f32", VECTOR, first, second, third)
 
     def largest(self, first: Any, second: Any) -> Any:
-        """The larger number in each lane."""
+        """Return the larger number in each lane."""
         return self.call("llvm.maxnum.v16f32", VECTOR, first, second)
 
     def inverse_root(self, value: Any) -> Any:
-        """1 / sqrt(value), float32."""
+        """Return 1 / sqrt(value), float32."""
         return self.build.fdiv(F32(1.0), self.call("llvm.sqrt.f32", F32, value))
 
     def silu(self, value: Any) -> Any:
-        """value / (1 + exp(-value)), by a power of e that is no more than 1."""
+        """Return value / (1 + exp(-value)), computed by a power of e of at most 1."""
         build = self.build
         away = build.fsub(self.number(0.0), self.absolute(value))
         power = self.exp(away)
@@ -254,7 +254,7 @@ class Code:
         return build.fdiv(build.fmul(value, above), build.fadd(self.number(1.0), power))
 
     def total(self, value: Any) -> Any:
-        """The sum over all lanes, float32, always in the same order."""
+        """Return the float32 sum over all lanes, always in the same order."""
         for size in (8, 4, 2, 1):
             other = self.build.shuffle_vector(
                 value, value.type(ir.Undefined), WORDS([(lane + size) % LANES for lane in range(LANES)])
@@ -263,7 +263,7 @@ class Code:
         return self.build.extract_element(value, I32(0))
 
     def exp(self, value: Any) -> Any:
-        """e to the power of numbers up to 0, off by 2^-22 of it: a power of two, times Taylor's series of the rest."""
+        """Return exp of numbers up to 0, off by 2^-22 of it: a power of two times the Taylor series of the rest."""
         build = self.build
         value = self.largest(value, self.number(-87.0))
         turns = self.rounded(build.fmul(value, self.number(1.4426950408889634)))
@@ -277,7 +277,7 @@ class Code:
 
     @contextmanager
     def loop(self, first: Any, end: Any, step: int = 1) -> Iterator[Any]:
-        """Over int64 values from `first` up to `end`."""
+        """Loop over int64 values from `first` up to `end`, exclusive."""
         place = Variable(self, _int64(first))
         with self.again() as go_on_if:
             value = place.get()
@@ -287,8 +287,8 @@ class Code:
 
     @contextmanager
     def again(self) -> Iterator[Callable[[Any], None]]:
-        """What is written within is done again and again. There the yielded function is called once, with a condition:
-        where it does not hold, the rest is left out, and the loop ends."""
+        """Loop over the code written within, which must call the yielded function once, with a condition. Where the
+        condition does not hold, the rest is skipped, and the loop ends."""
         build = self.build
         head, body, behind = (build.append_basic_block() for _ in range(3))
 
@@ -303,19 +303,19 @@ class Code:
         build.position_at_end(behind)
 
     def count_up(self, address: Any, offset: Any = 0, by: int = 1) -> Any:
-        """Add to an int64 counter that threads share; returns what it was."""
+        """Add to an int64 counter that threads share, and return its old value."""
         return self.build.atomic_rmw("add", self.at(address, offset), I64(by), "seq_cst")
 
     def swap(self, address: Any, offset: Any, value: Any) -> Any:
-        """Put an int64 value where threads share one; returns what was there."""
+        """Replace an int64 value that threads share, and return the old one."""
         return self.build.atomic_rmw("xchg", self.at(address, offset), value, "seq_cst")
 
     def look(self, address: Any, offset: Any = 0) -> Any:
-        """An int64 value that threads share."""
+        """Load an int64 value that threads share."""
         return self.build.load_atomic(self.at(address, offset), "seq_cst", 8, typ=I64)
 
     def wait_while(self, condition: Callable[[], Any]) -> None:
-        """Look again and again while a condition holds."""
+        """Spin while a condition holds."""
         looks = Variable(self, I64(0))
         with self.again() as go_on_if:
             go_on_if(condition())
@@ -325,11 +325,11 @@ class Code:
                 self.call("sched_yield", I32)
 
     def clear(self, address: Any, size: Any) -> None:
-        """Zeros, so many bytes."""
+        """Set `size` bytes to zero."""
         self.call("llvm.memset.p0.i64", ir.VoidType(), self.at(address), I8(0), size, ir.IntType(1)(0))
 
     def configure_tiles(self, room: Any, tiles: Sequence[tuple[int, int, Any]]) -> None:
-        """Tell AMX, by 64 bytes at `room`, of tiles: number, bytes of a row, and rows, int8."""
+        """Configure AMX, by 64 bytes at `room`, for tiles: number, bytes of a row, and rows (int8)."""
         self.clear(room, I64(64))
         self.store(I8(1), room)
         for tile, width, rows in tiles:
@@ -338,15 +338,16 @@ class Code:
         self.tile("ldtilecfg", self.at(room))
 
     def tile(self, instruction: str, *values: Any) -> None:
-        """An instruction of AMX; tiles are told by Python's numbers."""
+        """Run an AMX instruction; Python numbers stand for tiles."""
         values = tuple(I8(value) if isinstance(value, int) else value for value in values)
         self.call(f"llvm.x86.{instruction}", ir.VoidType(), *values)
 
     @contextmanager
     def chunks(self, count: Any, counters: Any, prepare: Any = None, ahead: Any = None) -> Iterator[Any]:
-        """Over chunks that this thread gets, by `counters` (COUNTERS) of those that all took and ended; then waits.
+        """Loop over chunks that this thread takes, then wait until all chunks are done.
 
-        `prepare` writes what a thread does before its first, `ahead` what it does before it waits.
+        `counters` (COUNTERS) count chunks that all threads took and finished. `prepare` writes what a thread does
+        before its first chunk, `ahead` what it does before it waits.
         """
         build = self.build
         count, is_new = _int64(count), Variable(self, I64(1))
@@ -364,12 +365,12 @@ class Code:
         self.wait_while(lambda: build.icmp_signed("<", self.look(counters, LINE), count))
 
     def done(self) -> None:
-        """The function ends here."""
+        """End the function here."""
         self.build.ret_void()
 
 
 def machine(isa: Isa) -> Any:
-    """What code is made for, on whatever processor."""
+    """Return the machine that code is compiled for, whatever the processor here."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target, (cpu, features) = llvm.Target.from_triple("x86_64-unknown-linux-gnu"), isa.value
@@ -377,10 +378,10 @@ def machine(isa: Isa) -> Any:
 
 
 def made(module: Module, is_straight: bool = False) -> Any:
-    """A module of functions as LLVM has it, with its optimizations.
+    """Return a module as LLVM's, optimized.
 
-    `is_straight`: with those alone that keep variables in registers, a twentieth of the time. Where long stretches of
-    vector code are all that counts, others find nothing to do.
+    `is_straight`: only with optimizations that keep variables in registers, in a twentieth of the time. If only long
+    stretches of vector code matter, others find nothing to do.
     """
     found = llvm.parse_assembly(str(module))
     for function in found.functions:
@@ -400,9 +401,9 @@ def made(module: Module, is_straight: bool = False) -> Any:
 
 
 def compiled(isa: Isa, name: str, write: Callable[[], Sequence[Any]]) -> Any:
-    """An engine that holds the memory of all functions of modules that call each other.
+    """Return an engine that holds the memory of all functions of modules that call each other.
 
-    `write` makes the modules, of nothing but what `name` tells and this package's code: see kernels.cpu.objects.
+    `write` makes the modules, which may depend only on `name` and this package's code: see kernels.cpu.objects.
     """
     target = machine(isa)
     objects = kept_objects(isa, name, lambda: [target.emit_object(module) for module in write()])
@@ -414,14 +415,14 @@ def compiled(isa: Isa, name: str, write: Callable[[], Sequence[Any]]) -> Any:
 
 
 def function(engine: Any, name: str, count: int) -> Any:
-    """A function of so many int64 arguments, for Python; it keeps the memory that its code lies in."""
+    """Return a Python function of `count` int64 arguments that keeps the memory of its code alive."""
     found: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))
     found.engine = engine
     return found
 
 
 def single(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
-    """A function of these arguments that calls no other of ours, compiled. No other one has its name."""
+    """Return a compiled function of these arguments that calls no other of ours. Its name must be unique."""
 
     def modules() -> list[Any]:
         module = Module(isa)

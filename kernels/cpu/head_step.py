@@ -1,6 +1,6 @@
 """A step of a draft head on a CPU in one function: embedding, features and norms, layers, logits, and the best of them.
 
-Threads enter it once, as in kernels.cpu.stack, which has the layers. Of a head as EAGLE-3 has them: its layers take the
+Threads enter it once, as in kernels.cpu.stack, which has the layers. The head is like EAGLE-3's: its layers take the
 normed embedding and the normed feature of the position before, side by side.
 """
 
@@ -21,11 +21,12 @@ from kernels.cpu.stack import Ends, StackPlan
 
 
 class HeadWeights(NamedTuple):
-    """What a head has beside its layers.
+    """Weights of a head outside its layers.
 
     Attributes:
         embedding: bfloat16 [V, hidden].
-        token_norm: float32 [hidden], of embeddings, as `hidden_norm` of features and `final_norm` before `output`.
+        token_norm: float32 [hidden], for embeddings; so are `hidden_norm`, for features, and `final_norm`, before
+            `output`.
         output: [N, hidden], with 8 or 16 bits a weight.
         starts_normed: whether the residual stream starts at the normed feature.
         leaves_normed: whether a row leaves the normed stream to its children.
@@ -41,12 +42,12 @@ class HeadWeights(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Which features M rows take, and where they leave theirs.
+    """Which features M rows take, and where they write their own.
 
     Attributes:
         features: bfloat16 [any, hidden].
-        taken: int64 [M], rows of these, one for each.
-        left: int64 [M], other rows of these, each once.
+        taken: int64 [M], the row of `features` that each takes.
+        left: int64 [M], the row of `features` that each writes: all distinct, and none that is taken.
     """
 
     features: Tensor
@@ -55,12 +56,12 @@ class Links(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How candidates of M rows are found: as kernels.cpu.rows does, with logits divided first.
+    """How candidates of M rows are found: as in kernels.cpu.rows, after dividing the logits.
 
     Attributes:
         divisors: float32 [M].
-        ids: int32 [N], of each column.
-        best: candidates of a row, MAX_BEST at most.
+        ids: int32 [N], the id of each column.
+        best: candidates of a row, at most MAX_BEST.
     """
 
     divisors: Tensor
@@ -69,11 +70,12 @@ class Ranking(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a step brought.
+    """Results of a step.
 
     Attributes:
         logits: float32 [M, N]; divided, if they were ranked.
-        tokens: int32 [M, best], as `scores` float32; see kernels.cpu.rows.best_of. None where nothing was ranked.
+        tokens: int32 [M, best], like `scores`, which are float32; see kernels.cpu.rows.best_of. None if nothing was
+            ranked.
     """
 
     logits: Tensor
@@ -82,7 +84,7 @@ class Stepped(NamedTuple):
 
 
 class HeadStep:
-    """Steps of a head."""
+    """Runs steps of a head."""
 
     def __init__(self, shape: StackShape, weights: HeadWeights) -> None:
         if not fits_head(shape, weights):
@@ -102,9 +104,9 @@ class HeadStep:
         }  # fmt: skip
 
     def __call__(self, plan: StackPlan, token_ids: Tensor, links: Links, ranking: Ranking | None = None) -> Stepped:
-        """Run M rows with int64 `token_ids` [M]; writes their keys and values, and what they leave in `links`.
+        """Run M rows with int64 `token_ids` [M]; write their keys and values, and their features to `links`.
 
-        Raises ValueError for what the function would read as something else.
+        Raises ValueError for arguments that the function would misread.
         """
         output, isa = self._weights.output, needed_isa()
         self._check(plan.rows, token_ids, links, ranking)
@@ -154,7 +156,7 @@ class HeadStep:
 
 
 def fits_head(shape: StackShape, weights: HeadWeights) -> bool:
-    """Whether there is a function for such a head."""
+    """Whether there is a function for this head."""
     output, size = weights.output, shape.hidden
     is_plain = _lies_plain(weights.embedding) and weights.embedding.dtype == torch.bfloat16
     return shape.fits and shape.given == 2 * size and output.size == size and output.kind != "four" and is_plain

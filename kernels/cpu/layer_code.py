@@ -1,5 +1,5 @@
-"""The code of kernels.cpu.stack: a layer's phases, one behind the other, as one of the threads goes through them;
-and that of kernels.cpu.head_step: what a step of a draft head does before its layers and behind them."""
+"""Code of kernels.cpu.stack and kernels.cpu.head_step: a layer's phases, one after the other, as one of the threads
+goes through them, and what a step of a draft head does before and after its layers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kernels.cpu.pool import write_call
 from kernels.cpu.row_code import NORM, norm_row, write_norm
 
 _FETCHED = 8 << 10
-"""Bytes of weights that are asked of memory before a phase begins."""
+"""Bytes of weights that are prefetched before a phase begins."""
 _TILE_BYTES = 2 * TILE
-"""Of a row's results in a tile."""
+"""Bytes of a row's results in a tile."""
 
 
 def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
-    """The function `run` of RUN, and all that it calls but products."""
+    """Return a module with the function `run` of RUN, and all functions that it calls except products."""
     module = Module(isa)
     write_norm(Code(module, "norm", NORM))
     _write_turn(module, shape)
@@ -48,7 +48,7 @@ def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
 
 
 def _write_part(module: Module, shape: StackShape) -> None:
-    """All layers, in one of the threads, and what comes before and behind them in a step of a draft head."""
+    """Write `all_layers`: all layers in one of the threads, and what a step of a draft head does before and after."""
     code = Code(module, "all_layers", ["run", "me"])
     run, me = code.fields(code.args["run"], RUN), code.args["me"]
     scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
@@ -68,7 +68,7 @@ def _write_part(module: Module, shape: StackShape) -> None:
 
 
 def _write_turn(module: Module, shape: StackShape) -> None:
-    """A head of q, k or v of all rows: bias, norm and rotation in its place, then to the cache unless it is of q."""
+    """Write `turn`: bias, norm and rotation of a head in place for all rows; heads of k and v then go to the cache."""
     code = Code(module, "turn", ["run", "layer", "head"])
     run, layer, head = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER), code.args["head"]
     size, num_turned = shape.head_dim, shape.num_heads + shape.num_kv_heads
@@ -97,7 +97,7 @@ def _write_turn(module: Module, shape: StackShape) -> None:
 
 
 def _rotate(code: Code, place: Any, size: int, cos: Any, sin: Any) -> None:
-    """A head in its place: each half times cos, plus the other times signed sin."""
+    """Rotate a head in place: each half times cos, plus the other half times signed sin."""
     half = size // 2
     for column in range(0, half, LANES):
         ends = column, column + half
@@ -120,7 +120,7 @@ class _Layer:
         self.wide = shape.num_heads * shape.head_dim
 
     def write(self) -> None:
-        """A phase asks memory for what the next one begins with."""
+        """Write all phases; each prefetches what the next one begins with."""
         shape, layer = self.shape, self.layer
         per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
         heads = max(1, round(self._chunk(shape.num_all * shape.head_dim, size) / per_head))
@@ -137,8 +137,10 @@ class _Layer:
         self.code.done()
 
     def _phase(self, count: Any, ahead: Callable[[], None], prepare: Callable[[], None] | None = None) -> Any:
-        """What is written within is done once for each of `count` chunks, by one of the threads. Before its first chunk
-        a thread does what `prepare` writes, and behind its last one, before it waits for the others, `ahead`."""
+        """Run the code written within once for each of `count` chunks, by one of the threads.
+
+        `prepare` writes what a thread does before its first chunk, `ahead` what it does before it waits for the others.
+        """
         counters = self.code.plus(self.args["counters"], self.number * COUNTERS)
         self.number += 1
         return self.code.chunks(count, counters, prepare, ahead)
@@ -147,7 +149,7 @@ class _Layer:
         return chunk_of(num_out, size, self.threads, self.shape.kind)
 
     def _fetch(self, weights: Any, some: int, size: int) -> Callable[[], None]:
-        """Ask memory for where this thread is likely to begin in the next phase."""
+        """Return a writer of a prefetch of the weights where this thread is likely to begin the next phase."""
         block = some * (size // GROUP) * BLOCKS[self.shape.kind]
         return lambda: self.code.fetch(self.code.plus(weights, self.code.times(self.args["me"], block)), _FETCHED)
 
@@ -160,8 +162,10 @@ class _Layer:
         self._prepare(self.normed, size)
 
     def _multiply(self, source: Any, size: int, weights: Any, bounds: tuple[Any, Any], target: Any, width: int) -> None:
-        """Tiles of `weights` from bounds[0] up to bounds[1] times rows of `size`. The result of the first tile and row
-        goes to `target`, the next row's `width` bytes behind."""
+        """Multiply tiles of `weights` from bounds[0] up to bounds[1] by rows of `size`.
+
+        The result of the first tile and row goes to `target`, that of the next row `width` bytes later.
+        """
         first = self.code.minus(target, self.code.times(bounds[0], _TILE_BYTES))
         blocks = size // GROUP
         self.code.run(
@@ -237,19 +241,21 @@ class _Layer:
                 code.store_halves(gated, self._place(self.run["inner"], row, tile, shape.inner))
 
     def _made(self, row: Any, number: Any, width: int) -> Any:
-        """Where a row's results of a tile of the chunk are."""
+        """Return the address of a row's results of a tile of the chunk."""
         code = self.code
         return code.plus(self.part, code.times(row, width), code.times(number, _TILE_BYTES))
 
     def _place(self, base: Any, row: Any, tile: Any, size: int) -> Any:
-        """Where a row's 16 columns of a tile lie, among rows of `size`."""
+        """Return the address of a row's 16 columns of a tile, among rows of `size`."""
         code = self.code
         return code.plus(base, code.times(row, 2 * size), code.times(tile, _TILE_BYTES))
 
 
 def _write_ends(module: Module, shape: StackShape) -> None:
-    """`begin_draft` and `end_draft`: of the fields of a run and of a head, and counters; the latter of a thread's own
-    memory, too."""
+    """Write `begin_draft` and `end_draft`: functions of a run's and a head's fields, and counters.
+
+    `end_draft` also takes a thread's own memory.
+    """
     _write_begin(Code(module, "begin_draft", ["run", "head", "counters"]), shape)
     code = Code(module, "end_draft", ["run", "head", "counters", "scratch"])
     run, head = code.fields(code.args["run"], RUN), code.fields(code.args["head"], HEAD)
@@ -259,7 +265,7 @@ def _write_ends(module: Module, shape: StackShape) -> None:
 
 
 def _write_begin(code: Code, shape: StackShape) -> None:
-    """Of each row the normed embedding and the normed feature, side by side, and the stream."""
+    """Write each row's normed embedding and normed feature, side by side, and its stream."""
     run, head = code.fields(code.args["run"], RUN), code.fields(code.args["head"], HEAD)
     size = 2 * shape.hidden
     with code.chunks(run["rows"], code.args["counters"]) as row:
@@ -279,7 +285,7 @@ def _write_begin(code: Code, shape: StackShape) -> None:
 
 
 def _write_logits(code: Code, shape: StackShape, run: dict[str, Any], head: dict[str, Any]) -> None:
-    """The stream normed, times the output matrix."""
+    """Multiply the normed stream by the output matrix."""
     size, blocks = 2 * shape.hidden, shape.hidden // GROUP
     normed = code.args["scratch"]
     prepared = code.plus(normed, run["at_prepared"])
@@ -297,7 +303,7 @@ def _write_logits(code: Code, shape: StackShape, run: dict[str, Any], head: dict
 
 
 def _write_candidates(code: Code, shape: StackShape, run: dict[str, Any], head: dict[str, Any]) -> None:
-    """Of each row what it leaves to its children, and the best of its logits, divided, unless none is wanted."""
+    """Write the feature that each row leaves to its children and, if wanted, the best of its divided logits."""
     size, build = 2 * shape.hidden, code.build
     num_out = code.times(head["num_tiles"], TILE)
     with code.chunks(run["rows"], code.plus(code.args["counters"], 2 * COUNTERS)) as row:

@@ -1,4 +1,4 @@
-"""What functions of kernels.cpu are told, and where it lies."""
+"""Arguments of functions of kernels.cpu, and how data lies in memory."""
 
 from __future__ import annotations
 
@@ -16,71 +16,71 @@ TILE = 16
 BLOCKS = {"four": 320, "eight": 576, "half": 1024}
 """Bytes of a block, by the kind of weights."""
 AHEAD = 2
-"""Blocks of four bits that kernels.cpu.tiles makes wide before they are multiplied, and multiplies before they are
-added up: as many are read before the first, and twice as many behind the last, and not used."""
+"""Four-bit blocks that kernels.cpu.tiles converts before they are multiplied, and multiplies before they are added up:
+as many are read before the first, and twice as many after the last, and not used."""
 CODES_ROWS = 8
 """Rows whose codes lie side by side, for weights of eight bits."""
 CODES = 576
-"""Bytes of a block of such codes, their scales and what is missing to whole lines of memory."""
+"""Bytes of a block of such codes and their scales, padded to whole cache lines."""
 FLOATS = 4 * GROUP
 """Bytes of a row's columns of a block in float32."""
 DOT_CODES = 2 * GROUP + 8
-"""Bytes of a row's codes of a block for dot products of bytes, its scale, and what its sums are moved by."""
+"""Bytes of a row's codes of a block for dot products of bytes, its scale, and the offset of its sums."""
 _CHUNK = 256 << 10
 """Bytes of weights that a thread takes at a time."""
 LINE = 64
 """Bytes of a cache line."""
 COUNTERS = 2 * LINE
-"""Bytes of counters of what threads share out: taken, and, in a line of its own, done."""
+"""Bytes of counters of work that threads share: chunks taken and, in a separate cache line, chunks done."""
 PHASES = 5
-"""Of a layer: norm and q, k, v; attention; output; norm and gate; down."""
+"""Phases of a layer: norm and q, k, v; attention; output; norm and gate; down."""
 TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
-"""Of some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights, the same
-of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of what was
-prepared of them: for tiles sums, which weights of four bits are moved by, or codes, for weights of eight bits; for dot
-products of bytes codes, scales and what sums are moved by; else float32 numbers."""
+"""Arguments for some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights,
+the same of results as of rows, blocks of a tile, the first tile and the one after the last, number of rows, and address
+of the prepared rows: for tiles sums, which offset four-bit weights, or codes, for eight-bit weights; for dot products
+of bytes codes, scales and offsets of sums; otherwise float32 numbers."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
-"""Of what prepares that."""
+"""Arguments for the preparation of rows."""
 LARGEST_CODE = 127
-"""Of weights of eight bits."""
+"""Largest code of eight-bit weights."""
 TINY = 1e-30
-"""Scales of such weights that are less count as zeros."""
+"""Scales of eight-bit weights below this count as zeros."""
 MAX_BEST = 64
-"""Numbers that are ranked in a row."""
+"""Most numbers that are ranked in a row."""
 KEYS = TILE
-"""Keys that are multiplied with queries at once."""
+"""Keys that are multiplied by queries at once."""
 RUN = (
     "stream", "rows", "layers", "num_layers", "draft_head", "cos", "sin", "positions", "slots", "items",
     "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
     "at_queries", "at_scores", "counters", "counter_bytes",
 )  # fmt: skip
-"""What a run is told, all int64: addresses and counts. See StackPlan."""
+"""Arguments of a run, all int64: addresses and counts. See StackPlan."""
 LAYER = (
     "attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values", "tap",
 )  # fmt: skip
-"""Addresses of a layer's weights, of its keys and values, and of where the stream is kept as it enters, or 0."""
+"""Addresses of a layer's weights, of its keys and values, and of a copy of the stream that enters it, or 0."""
 HEAD = (
     "tokens", "taken", "left", "features", "embedding", "token_norm", "hidden_norm", "final_norm", "starts_normed",
     "leaves_normed", "output", "tiles", "prepare", "num_tiles", "chunk", "num_chunks", "logits", "ranks", "divisors",
     "ids", "best", "found", "scores",
 )  # fmt: skip
-"""What a step of a draft head is told besides, all int64. See kernels.cpu.head_step."""
+"""Additional arguments of a step of a draft head, all int64. See kernels.cpu.head_step."""
 QUERIES = ("slots", "num_keys", "first", "mask", "num_masked")
 ITEM = ("queries", "head", "first", "count")
-"""A piece of attention: which queries, of which kv head, from which of their rows on, and how many."""
+"""A piece of attention: which queries, which kv head, the first of the queries' rows, and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What layers have in common.
+    """What all layers have in common.
 
     Attributes:
         hidden: width of the residual stream, a multiple of 32; so is `inner`, that of the MLP.
         head_dim: a multiple of 32.
         eps: of norms.
-        scale: factor on attention's scores.
+        scale: factor of attention scores.
         kind: of all matrices, see kernels.cpu.products.Packed.
-        given: columns of what q, k and v are made of, if that is not the normed stream but given beside it; else 0.
+        given: columns of the input of q, k and v, if it is not the normed stream but given separately; otherwise 0.
         has_bias: whether q, k and v have a bias.
         has_qk_norm: whether heads of q and k are normed.
     """
@@ -99,7 +99,7 @@ class StackShape:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a function for it."""
+        """Whether there is a function for this shape."""
         return (
             not any(size % GROUP for size in (self.hidden, self.inner, self.head_dim, self.given))
             and self.group <= LANES
@@ -108,17 +108,17 @@ class StackShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Number of query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_all(self) -> int:
-        """Heads of q, k and v."""
+        """Number of heads of q, k and v."""
         return self.num_heads + 2 * self.num_kv_heads
 
 
 def prepared_size(kind: str, rows: int, size: int, isa: Isa) -> int:
-    """Bytes of what is prepared of so many rows of `size` columns."""
+    """Return the bytes that the preparation of `rows` rows of `size` columns takes."""
     if not isa.has_tiles:
         return -(-rows // TILE) * TILE * (size // GROUP) * (DOT_CODES if isa.has_dots(kind) else FLOATS)
     per_group = {"four": (TILE, 4 * TILE), "eight": (CODES_ROWS, CODES), "half": (TILE, 0)}
@@ -127,12 +127,12 @@ def prepared_size(kind: str, rows: int, size: int, isa: Isa) -> int:
 
 
 def chunk_of(num_out: int, size: int, threads: int, kind: str) -> int:
-    """Tiles of a matrix that a thread takes at a time: so that there are some for each, and not too many."""
+    """Return the tiles of a matrix that a thread takes at a time: some for each thread, but not too many chunks."""
     tiles = num_out // TILE
     chunks = max(2 * threads, tiles * (size // GROUP) * BLOCKS[kind] // _CHUNK)
     return max(1, -(-tiles // chunks))
 
 
 def float_bits(value: float) -> int:
-    """A float32 number as a function's argument."""
+    """Return the bits of a float32 number, as a function's argument."""
     return int.from_bytes(struct.pack("<f", value), "little")

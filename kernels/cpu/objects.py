@@ -1,9 +1,9 @@
-"""Object code of functions of kernels.cpu, kept on disk: those of a model take seconds to compile.
+"""Object code of functions of kernels.cpu, kept on disk, since those of a model take seconds to compile.
 
-A file is found by all that its code follows from: the sources of this package, LLVM, the instruction set and the
-function's name with what it was written for. It lies in $OUTRIDER_HOME/code, or else in ~/.cache/outrider/code; where
-that cannot be written, functions are compiled at each start. What is read there is run, so a file counts only if this
-user wrote it, for this name: a home may be shared with others. Files of older versions stay: some 150 KB of each model.
+A file's name is a hash of all that its code depends on: the sources of this package, LLVM, the instruction set and the
+function's name with its parameters. It lies in $OUTRIDER_HOME/code, by default ~/.cache/outrider/code; if that cannot
+be written, functions are compiled at each start. Code from a file is executed, so a file is used only if this user
+wrote it, for this name: a home may be shared with others. Files of older versions stay: some 150 KB a model.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kernels.cpu.isa import Isa
 from kernels.home import outrider_home
 
 _SUM, _LENGTH = 32, 8
-"""Bytes in front of a file, see `_sum`, and in front of each object in it."""
+"""Bytes of the checksum at the start of a file (see `_sum`), and of the length before each object in it."""
 
 
 def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]) -> list[bytes]:
-    """What `compile_all` returns, or has returned to an earlier process for the same name."""
+    """Return the result of `compile_all`, or its result in an earlier process for the same name."""
     path = _path(isa, name)
     if path is not None and (found := _read(path)) is not None:
         return found
     objects = list(compile_all())
-    # Sources that were changed meanwhile may be those that it was compiled from, or not.
+    # If sources have changed meanwhile, it is not known which version was compiled.
     if path is not None and sources() == SOURCES:
         _write(path, objects)
     return objects
 
 
 def _path(isa: Isa, name: str) -> Path | None:
-    """Where they are kept; None where they cannot be, or not be told from those of other versions."""
+    """Return where objects are kept; None if they cannot be kept, or not be told apart from those of other versions."""
     try:
         folder = outrider_home()
     except RuntimeError:  # there is no home
@@ -52,7 +52,7 @@ def _path(isa: Isa, name: str) -> Path | None:
 
 
 def _read(path: Path) -> list[bytes] | None:
-    """The objects in a file; None where there is none, or not as this user wrote it."""
+    """Return the objects in a file; None if it is missing or is not as this user wrote it."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -72,12 +72,12 @@ def _read(path: Path) -> list[bytes] | None:
 
 
 def _sum(path: Path, rest: bytes) -> bytes:
-    """Of what a file holds and its name, under which nobody can have put another one of this user's."""
+    """Return a checksum of a file's content and name, so that no other file of this user can take its place."""
     return sha256(path.name.encode() + rest).digest()
 
 
 def _write(path: Path, objects: Sequence[bytes]) -> None:
-    """Keep them if that can be; who reads meanwhile never sees half a file."""
+    """Write the objects if possible. Concurrent readers never see half a file."""
     rest = b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in objects)
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

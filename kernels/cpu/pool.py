@@ -1,8 +1,8 @@
 """Threads that help with functions of kernels.cpu, as far as the system lets them run.
 
-A call of libgomp's ends no sooner than each of its threads was given a core, which takes long where other processes
-want one. Here the caller begins at once, others take their part of what is left when they come, and nobody waits for
-one that has not. Between two calls they sleep.
+A call of libgomp ends no sooner than each of its threads was given a core, which takes long if other processes want the
+cores. Here the caller begins at once, other threads take part of the remaining work when they arrive, and nobody waits
+for a thread that has not arrived. Between two calls they sleep.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from llvmlite import ir
 from kernels.cpu.code import I64, Code, Module, single
 from kernels.cpu.isa import needed_isa
 
-# Of the memory that all share, in bytes: jobs so far, the one that may be joined, threads within it, and whether a
-# caller has it; then what is to be called, with what, and by how many at most.
+# Byte offsets in the memory that all threads share: jobs so far, the job that may be joined, threads working on it, and
+# whether a caller has the pool; then the function to call, its arguments, and the most threads to call it.
 _JOBS, _OPEN, _ACTIVE, _TAKEN, _PART, _ARRAY, _TEAM, _SIZE = 0, 64, 128, 192, 256, 264, 272, 320
 _FUTEX, _WAIT, _WAKE = 202, 128, 129
-"""Of Linux on x86-64: the system call, and its private operations."""
+"""Linux on x86-64: the system call, and its private operations."""
 _PART_KIND = ir.FunctionType(ir.VoidType(), [I64, I64])
-"""Takes the address of its arguments, and the thread's number."""
+"""A function of the address of its arguments, and the thread's number."""
 
 
 class HelperThreads:
-    """The threads of this process; each is started when a call first wants so many."""
+    """The helper threads of this process; each is started when a call first wants that many."""
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_SIZE + 64)
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
         self._help = single(needed_isa(), "help", ["pool", "me"], _write_helper)
         self._lock, self._started = threading.Lock(), 1
-        # The threads are in this code and look at this memory for as long as the process lives, and a little longer.
+        # Threads run this code and read this memory for as long as the process lives, and a little longer.
         for kept in (self._memory, self._help):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def want(self, threads: int) -> None:
-        """Have so many threads, the caller's among them."""
+        """Make sure that there are `threads` threads, including the caller's."""
         if threads <= self._started:
             return
         with self._lock:
@@ -49,8 +49,11 @@ class HelperThreads:
 
 
 def write_call(module: Module, name: str, names: tuple[str, ...], part: str) -> None:
-    """A function of `names`, `pool` and `threads` that runs `part` in some threads: of an array with its arguments, and
-    the thread's number. `names` has `counters` and `counter_bytes`, which are zeroed first."""
+    """Write a function of `names`, `pool` and `threads` that runs `part` in several threads.
+
+    `part` takes the address of an array with the values of `names`, and the thread's number. `names` includes
+    `counters` and `counter_bytes`; the counters are zeroed first.
+    """
     code = Code(module, name, [*names, "pool", "threads"])
     build, pool = code.build, code.args["pool"]
     array = code.room(8 * len(names))
@@ -84,7 +87,7 @@ def _futex(code: Code, address: Any, operation: int, value: Any) -> None:
 
 
 def _write_helper(code: Code) -> None:
-    """`help` of the pool and a thread's number, which never returns."""
+    """Write `help`, a function of the pool and a thread's number that never returns."""
     build, pool = code.build, code.args["pool"]
     seen = code.variable(I64(0))
     head, asleep, awake = (build.append_basic_block() for _ in range(3))

@@ -1,10 +1,9 @@
 """Products of rows in bfloat16 with a matrix on a CPU, whose weights are read as they are stored, in few bits.
 
-Where there are tile instructions (AMX, Intel's since 2023), one of these multiplies 16 rows of 32 columns with those of
-16 weight rows, so that sixteen rows take hardly longer than one, which is bound by the reading of the weights: see
-kernels.cpu.tiles. Elsewhere weights of few bits are multiplied as bytes where there are instructions for that, and all
-others are made float32 in registers: see kernels.cpu.vectors. The code is compiled by llvmlite when the first product
-is made.
+A tile instruction (AMX, Intel's since 2023) multiplies 16 rows of 32 columns by those of 16 weight rows, so sixteen
+rows take hardly longer than one, which is bound by reading the weights: see kernels.cpu.tiles. Without these, weights
+of few bits are multiplied as bytes if there are instructions for that, and all others are converted to float32 in
+registers: see kernels.cpu.vectors. llvmlite compiles the code when it is first needed.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from kernels.cpu.layout import AHEAD, BLOCKS, COUNTERS, GROUP, LARGEST_CODE, PRE
 from kernels.cpu.rows import row_function
 
 MAX_ROWS = 64
-"""Rows that weights of few bits are best for where tiles multiply: they are made wide for every 16, or 8."""
+"""Most rows for which weights of few bits are best with tiles: they are converted again for every 16 rows, or 8."""
 _CHUNKS = 4
-"""Pieces of a product for each thread."""
+"""Chunks of a product for each thread."""
 _ROUNDED = 128
-"""Tiles that are rounded together, for the sake of memory."""
+"""Tiles that are rounded together, to limit memory."""
 _TOGETHER = 256
-"""Rows that are prepared at once, by each thread for itself."""
+"""Rows that are prepared at once; each thread prepares them for itself."""
 _PRODUCT = (
     "x",
     "row_stride",
@@ -48,7 +47,7 @@ _PRODUCT = (
 
 
 class Packed(NamedTuple):
-    """A matrix [num_out, size] as products read it.
+    """A matrix [num_out, size] in the layout that products read.
 
     `kind`: "four", "eight" or "half", for 4, 8 or 16 bits a weight.
     """
@@ -60,22 +59,23 @@ class Packed(NamedTuple):
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether weights of this shape can be packed so, and multiplied here: [out, in] in bfloat16, on a CPU."""
+    """Whether a weight can be packed and multiplied here: [out, in] in bfloat16, on a CPU."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and best_isa() is not None
 
 
 def packed_four(codes: Tensor, scales: Tensor, middles: Tensor) -> Packed:
-    """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], g = k // GROUP.
+    """Pack W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], g = k // GROUP.
 
     Args:
         codes: int32 [N, K], 0 to 15, N a multiple of TILE and K of GROUP.
-        scales: [N, K / GROUP], rounded to float16, as `middles`.
+        scales: [N, K / GROUP], rounded to float16; `middles` likewise.
     """
     num_out, size = codes.shape
     tiles, blocks = num_out // TILE, size // GROUP
-    # Of each weight row eight pairs of columns lie in four words of 32 bits, a pair's codes 16 bits apart.
+    # In each block, a weight row has four words of 32 bits with four pairs of columns each, a pair's codes 16 bits
+    # apart.
     shifts = torch.tensor([[4 * step, 16 + 4 * step] for step in range(4)], dtype=torch.int32)
     words = (codes.view(tiles, TILE, blocks, 4, 4, 2) << shifts).sum((4, 5), dtype=torch.int32)
     of_groups = (groups.half().view(tiles, TILE, blocks).permute(0, 2, 1) for groups in (scales, middles))
@@ -83,7 +83,7 @@ def packed_four(codes: Tensor, scales: Tensor, middles: Tensor) -> Packed:
 
 
 def packed_eight(codes: Tensor, scales: Tensor) -> Packed:
-    """W[n, k] = scales[n, g] * codes[n, k], g = k // GROUP.
+    """Pack W[n, k] = scales[n, g] * codes[n, k], g = k // GROUP.
 
     Args:
         codes: int8 [N, K], N a multiple of TILE and K of GROUP.
@@ -91,16 +91,16 @@ def packed_eight(codes: Tensor, scales: Tensor) -> Packed:
     """
     num_out, size = codes.shape
     tiles, blocks = num_out // TILE, size // GROUP
-    # Of each block fours of columns, each of 16 weight rows side by side.
+    # In each block, groups of four columns, each with 16 weight rows side by side.
     fours = codes.to(torch.int8).view(tiles, TILE, blocks, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
     return _packed("eight", num_out, size, fours, scales.float().view(tiles, TILE, blocks).permute(0, 2, 1))
 
 
 def eight_bits(weight: Tensor) -> Packed | None:
-    """A bfloat16 weight [out, in] that `fits` and that lies on 255 even levels around zero in each group, as one does
-    that was made of GGUF's Q8_0: half of the bytes to read. None for any other.
+    """Pack a bfloat16 weight [out, in] that `fits` with eight bits, which halves the bytes to read.
 
-    Codes and scales give the weights, rounded to bfloat16, exactly. The first group that has none ends the search.
+    Each group must lie on 255 even levels around zero, as in weights made from GGUF's Q8_0: codes times scales, rounded
+    to bfloat16, give the weights exactly. Returns None at the first group that does not.
     """
     weight = weight.contiguous()
     codes = torch.empty(weight.shape, dtype=torch.int8)
@@ -112,7 +112,7 @@ def eight_bits(weight: Tensor) -> Packed | None:
 
 
 def round_to_eight_bits(weight: Tensor) -> None:
-    """Lay a bfloat16 weight [out, in], in its place, on such levels: the largest of a group is the last."""
+    """Round a bfloat16 weight [out, in] in place to the levels of `eight_bits`: a group's largest is on the last."""
     for part in weight.split(_ROUNDED * TILE):
         places = part.float().view(part.shape[0], -1, GROUP)
         scales = (places.abs().amax(2, keepdim=True) / LARGEST_CODE).half().float()
@@ -121,18 +121,18 @@ def round_to_eight_bits(weight: Tensor) -> None:
 
 
 def packed_half(weight: Tensor) -> Packed:
-    """bfloat16 weights [N, K], N a multiple of TILE and K of GROUP."""
+    """Pack bfloat16 weights [N, K], N a multiple of TILE and K of GROUP."""
     return _packed("half", *weight.shape, _pairs(weight))
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """Of each block pairs of columns, each of 16 weight rows side by side."""
+    """Return pairs of columns of each block, each with 16 weight rows side by side."""
     num_out, size = weight.shape
     return weight.view(num_out // TILE, TILE, size // GROUP, TILE, 2).permute(0, 2, 3, 1, 4)
 
 
 def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
-    """Blocks of these parts [tiles, blocks, ...], side by side."""
+    """Return blocks made of these parts [tiles, blocks, ...], side by side."""
     count, block = num_out // TILE * (size // GROUP), BLOCKS[kind]
     before, behind = AHEAD * block, 2 * AHEAD * block
     memory = torch.zeros(before + count * block + behind + 64, dtype=torch.uint8)
@@ -146,7 +146,7 @@ def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
 
 
 def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 [M, K] whose columns are contiguous.
+    """Return rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 rows [M, K] with contiguous columns.
 
     Sums are float32 and rounded once, to `dtype`; a row's result does not depend on the rows beside it.
     """
@@ -181,9 +181,9 @@ def _pool() -> Any:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Within, torch's operations take one thread, and the functions of kernels.cpu as many as torch's would.
+    """Let torch's operations use one thread, and functions of kernels.cpu as many as torch's would, in this context.
 
-    Where other processes want the cores, each operation that several threads share waits until all of these have one.
+    If other processes want the cores, each operation that several threads share waits until all of them have a core.
     """
     before, token = torch.get_num_threads(), _threads.set(num_threads())
     torch.set_num_threads(1)
@@ -198,31 +198,31 @@ _threads: ContextVar[int] = ContextVar("threads", default=0)
 
 
 def num_threads() -> int:
-    """Threads of the functions of kernels.cpu: as many as torch's operations take, or would."""
+    """Return the number of threads for functions of kernels.cpu: as many as torch's operations use, or would use."""
     return _threads.get() or torch.get_num_threads()
 
 
 def pool(threads: int) -> tuple[int, int]:
-    """The last arguments of functions that several threads run: where these are told, and how many there may be."""
+    """Return the last arguments of functions that several threads run: the pool's address, and the most threads."""
     _pool().want(threads)
     return _pool().address, threads
 
 
 def prepare(kind: str) -> None:
-    """Compile the products with weights of a kind, which takes a third of a second, before the first is asked for."""
+    """Compile the products with weights of a kind, which takes a third of a second, before they are needed."""
     for wide in (False,) if kind == "four" else (False, True):
         _compiled(needed_isa(), kind, wide)
 
 
 def function_address(isa: Isa, kind: str, name: str) -> int:
-    """Of `prepare` or `tiles_<kind>` of `modules`, with results in float32."""
+    """Return the address of `prepare` or `tiles_<kind>` of `modules`, with results in float32."""
     address: int = _compiled(isa, kind, True).engine.get_function_address(name)
     return address
 
 
 @cache
 def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
-    """What multiplies."""
+    """Return the compiled function `product`."""
     from kernels.cpu import code
 
     engine = code.compiled(isa, f"products {kind} {wide}", partial(modules, isa, kind, wide))
@@ -230,8 +230,10 @@ def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
 
 
 def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
-    """All functions: `tiles_four` or the like of TILES, `prepare` of PREPARE, and `product`, which calls them in all
-    threads. `wide`: of products in float32."""
+    """Write `tiles_<kind>` of TILES, `prepare` of PREPARE, and `product`, which calls them in all threads.
+
+    `wide`: results are float32.
+    """
     from kernels.cpu.code import Code, Module, made
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
@@ -241,7 +243,7 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     part = Code(module, "part", ["array", "me"])
     given = part.fields(part.args["array"], _PRODUCT)
     (write_tiles if isa.has_tiles else write_products)(module, kind, wide)
-    # Each thread for itself: they are few.
+    # Each thread prepares the rows for itself: they are few.
     part.run("prepare", *(given[name] for name in PREPARE))
     with part.chunks(given["chunks"], given["counters"]) as chunk:
         given["first"], given["last"] = part.bounds(chunk, given["chunk"], given["tiles"])

@@ -1,4 +1,4 @@
-"""The code of functions that are called by themselves: those of kernels.cpu.rows, and `find` of kernels.cpu.products.
+"""Code of functions that are called on their own: those of kernels.cpu.rows, and `find` of kernels.cpu.products.
 
 Norms are also parts of kernels.cpu.layer_code.
 """
@@ -13,22 +13,22 @@ from kernels.cpu.code import F32, I8, I16, I32, I64, Code, Variable
 from kernels.cpu.layout import GROUP, LANES, LARGEST_CODE, MAX_BEST, TINY
 
 NORM = ("x", "weight", "out", "count", "size", "eps")
-"""All int64: addresses, rows, columns, and the bits of a float32."""
+"""Arguments of `norm`, all int64: addresses, rows, columns, and the bits of a float32."""
 _RANKS = ("ranks", "count", "size", "ids", "tokens", "scores", "best")
-"""All int64: address of rows of ranks, rows, numbers in a row, addresses of ids and of both results, and how many of a
-row are wanted."""
+"""Arguments of `ranks`, all int64: address of rows of ranks, number of rows, numbers in a row, addresses of ids and of
+both results, and how many of a row are wanted."""
 _FIND = ("w", "groups", "codes", "scales", "found")
-"""All int64: addresses of weights, of int8 codes and float32 scales, and of how many groups are on levels, so far as
-they are without a gap; and groups."""
+"""Arguments of `find`, all int64: address of weights, number of groups, addresses of int8 codes and float32 scales, and
+address of the result: how many groups from the first on lie on levels."""
 _PLACES = 4 * MAX_BEST
-"""On the stack, values of the best, best first, lie before where they lie in the row."""
+"""Offset on the stack of the places of the best numbers in their row, after their values, best first."""
 _LEAST = float("-inf")
 _NEAREST = 4
-"""Numbers of float16 on either side of one that bfloat16's rounding may hide."""
+"""How many float16 numbers to either side are tried, since bfloat16's rounding hides the exact scale."""
 
 
 def write_norm(code: Code) -> None:
-    """The body of `norm`, a function of NORM."""
+    """Write the body of `norm`, a function of NORM."""
     args, build = code.args, code.build
     eps = build.bitcast(build.trunc(args["eps"], I32), F32)
     with code.loop(0, args["count"]) as row:
@@ -39,7 +39,7 @@ def write_norm(code: Code) -> None:
 
 
 def norm_row(code: Code, source: Any, target: Any, weight: Any, size: Any, eps: Any) -> None:
-    """`size` numbers scaled to unit root mean square, then by float32 weights."""
+    """Scale `size` numbers to unit root mean square, then by float32 weights."""
     build = code.build
     squares = code.variable(code.number(0.0))
     with code.loop(0, size, LANES) as column:
@@ -67,7 +67,7 @@ def _write_ranks(code: Code) -> None:
 
 
 def _find_best(code: Code, row: Any, kept: Any) -> Any:
-    """How many were found; the least of them is what a number must be above, once there are as many as wanted."""
+    """Find the best numbers of a row and return how many. Once there are enough, only numbers above the least enter."""
     args, build = code.args, code.build
     found, bound = code.variable(I64(0)), code.variable(F32(_LEAST))
     with code.loop(0, args["size"], LANES) as first:
@@ -86,13 +86,13 @@ def _find_best(code: Code, row: Any, kept: Any) -> Any:
 
 
 def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, kept: Any) -> None:
-    """Behind all that are as large: lesser ones move by one, and the last leaves if there is no room."""
+    """Insert a number after all that are as large; smaller ones move by one, and the last is dropped if need be."""
     args, build = code.args, code.build
     at = code.variable(code.least(found.get(), code.plus(args["best"], -1)))
     with code.again() as go_on_if:
         before = code.times(code.plus(at.get(), -1), 4)
         is_there = build.icmp_signed(">", at.get(), I64(0))
-        # Where there is none the first is looked at, for nothing.
+        # If there is none, read the first; it is not used.
         before = build.select(is_there, before, I64(0))
         go_on_if(build.and_(is_there, build.fcmp_ordered("<", code.load(F32, kept, before), value)))
         before, here = code.times(code.plus(at.get(), -1), 4), code.times(at.get(), 4)
@@ -108,12 +108,12 @@ def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, 
 
 
 def _log_sum(code: Code, row: Any, kept: Any) -> Any:
-    """The logarithm of the sum of powers of e, the largest of which is at hand."""
+    """Return the logarithm of the sum of exp over a row, whose largest number is known."""
     args, build, wide = code.args, code.build, ir.DoubleType()
     largest, total = code.load(F32, kept), code.variable(code.number(0.0))
     with code.loop(0, args["size"], LANES) as first:
         away = build.fsub(code.load_vector(row, code.times(first, 4)), code.same(largest))
-        # Of a NaN `exp` would make a number.
+        # `exp` would turn NaN into a number.
         power = build.select(build.fcmp_unordered("uno", away, away), away, code.exp(away))
         total.set(build.fadd(total.get(), power))
     logarithm = code.call("log", wide, build.fpext(code.total(total.get()), wide))
@@ -135,7 +135,7 @@ def _write_out(code: Code, number: Any, found: Any, share: Any, target: Any, kep
 
 
 def _write_find(code: Code) -> None:
-    """The largest weight of a group is 127 scales, rounded, or all are zeros: numbers near are tried one by one."""
+    """Write `find`. A group's largest weight is 127 scales, rounded, or all are zeros, so scales nearby are tried."""
     args, build = code.args, code.build
     with code.loop(0, args["groups"]) as group:
         at = code.plus(args["w"], code.times(group, 2 * GROUP))
@@ -153,7 +153,7 @@ def _write_find(code: Code) -> None:
 
 
 def _try(code: Code, at: Any, group: Any, scale: Any, is_open: Variable) -> None:
-    """Keep a group's codes and close it, if this scale and they give the weights."""
+    """Store a group's codes and close the group, if these codes and this scale give its weights."""
     args, build = code.args, code.build
     words, octets = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
     is_small = build.fcmp_ordered("<", scale, F32(TINY))
@@ -177,4 +177,4 @@ def _try(code: Code, at: Any, group: Any, scale: Any, is_open: Variable) -> None
 
 
 FUNCTIONS = {"norm": (NORM, write_norm), "ranks": (_RANKS, _write_ranks), "find": (_FIND, _write_find)}
-"""Arguments of each, and what writes it."""
+"""Arguments and writer of each function."""

@@ -1,4 +1,4 @@
-"""Functions of rows on a CPU that are called by themselves: RMS norms, and the best few of ranks.
+"""Functions of rows on a CPU that are called on their own: RMS norms, and the best few of ranks.
 
 Their code is in kernels.cpu.row_code, which needs LLVM and is imported when they are compiled.
 """
@@ -17,7 +17,7 @@ from kernels.cpu.layout import LANES, MAX_BEST, float_bits
 
 @cache
 def row_function(isa: Isa, name: str) -> Any:
-    """A function of kernels.cpu.row_code, compiled."""
+    """Return a compiled function of kernels.cpu.row_code."""
     from kernels.cpu.code import single
     from kernels.cpu.row_code import FUNCTIONS
 
@@ -31,14 +31,14 @@ def fits_norm(rows: Tensor) -> bool:
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
+    """Return rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
     out, norm = torch.empty_like(rows), row_function(needed_isa(), "norm")
     norm(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
     return out
 
 
 def fits_ranks(ranks: Tensor, best: int) -> bool:
-    """Whether `best_of` takes these."""
+    """Whether `best_of` takes these ranks."""
     is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous()
     return (
         is_served and best_isa() is not None and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
@@ -46,13 +46,13 @@ def fits_ranks(ranks: Tensor, best: int) -> bool:
 
 
 def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
-    """Write ids and log softmax of the largest numbers of each row, largest first and, of equals, the first first.
+    """Write ids and log softmax of the largest numbers of each row, largest first; among equals, the earlier first.
 
     Args:
-        ranks: float32 [M, N]; those of -inf are never found. A row with a NaN has no best.
-        ids: int32 [N], of each place.
-        tokens: int32 [M, k], contiguous as `scores`; -1 where there are no more.
-        scores: float32 [M, k], 0 at most; -inf where there are no more.
+        ranks: float32 [M, N]; ranks of -inf are never chosen. A row with a NaN has no best.
+        ids: int32 [N], the id of each place.
+        tokens: int32 [M, k], contiguous; -1 where there are no more.
+        scores: float32 [M, k], contiguous, at most 0; -inf where there are no more.
     """
     row_function(needed_isa(), "ranks")(
         ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
@@ -60,6 +60,6 @@ def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
 
 
 def prepare_ranks() -> None:
-    """Compile `best_of`, if it serves here, before it is first asked for."""
+    """Compile `best_of` before it is needed, if it can run here."""
     if (isa := best_isa()) is not None:
         row_function(isa, "ranks")

@@ -1,11 +1,11 @@
 """Decoder layers of few rows on a CPU as one function: threads enter it once, and go through all layers.
 
-A layer is five phases (norm and q, k, v; attention; output; norm and gate; down). A phase is cut in chunks, which
+A layer has five phases (norm and q, k, v; attention; output; norm and gate; down). A phase is cut into chunks, which
 threads take from a shared counter as they come, so that nobody waits for a thread that the system has not let run.
-Behind a phase they wait for its chunks, awake: that takes less than a microsecond where waking takes tens.
+After a phase, threads wait for its chunks by spinning: that takes less than a microsecond, while waking up takes tens.
 
-A row's result does not depend on the rows beside it: sums run over columns and keys in their own order alone, and a key
-that a row does not see adds a zero. So a node of a tree has the bits that it would have as the only token of a forward.
+A row's result does not depend on the rows beside it: sums run over columns and keys in order, and a key that a row does
+not see adds zero. So a node of a tree has the same bits as if it were the only token of a forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kernels.cpu.rows import row_function
 
 
 class LayerWeights(NamedTuple):
-    """A layer's: norms in float32, and matrices. Where the input of q, k and v is given, it has no `attention_norm`.
+    """A layer's norms in float32, and its matrices. If the input of q, k and v is given, there is no `attention_norm`.
 
     `qkv_bias` float32 [num_all * head_dim], `qk_norm` float32 [num_heads + num_kv_heads, head_dim].
     """
@@ -59,9 +59,10 @@ class Queries(NamedTuple):
     """Rows of a forward that share their keys.
 
     Attributes:
-        rows: how many, the next ones of the forward.
+        rows: number of rows, the next ones of the forward.
         slots: int64 [L], KV slots of the keys, in the order of the text.
-        mask: bool [rows, K], who sees which of the last K keys; all see those before. None: all see all.
+        mask: bool [rows, K], which of the last K keys each row sees; all rows see the keys before. None: all see all
+            keys.
     """
 
     rows: int
@@ -76,11 +77,11 @@ class DecoderStack:
         if not shape.fits:
             raise ValueError(f"{shape} has no function")
         self.shape, self._layers = shape, list(layers)
-        # Here and not at the first forward, which would take a second.
+        # Compile here, since it takes a second, and not at the first forward.
         isa = needed_isa()
         row_function(isa, "norm")
         _compiled(isa, shape, products.num_threads())
-        # Behind the last layer its weights are asked of memory again, in vain.
+        # After the last layer, its weights are prefetched again, and not used.
         self._table = np.zeros((len(layers) + 1, len(LAYER)), np.int64)
         for row, layer in zip(self._table, [*layers, layers[-1]], strict=True):
             found = {name: _address(value) for name, value in layer._asdict().items()}
@@ -95,14 +96,14 @@ class DecoderStack:
         angles: tuple[Tensor, Tensor],
         caches: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> StackPlan:
-        """What a forward needs.
+        """Return the plan of a forward.
 
         Args:
             queries: all rows of the forward.
-            own_slots: int64 [M], where keys and values of the rows go.
+            own_slots: int64 [M], slots for keys and values of the rows.
             positions: int64 [M], of the rows.
-            angles: cos and signed sin of all positions, bfloat16 [more than any position, 1, head_dim], as
-                outrider.layers.rotary has them.
+            angles: cos and signed sin of all positions, bfloat16 [more than any position, 1, head_dim], as in
+                outrider.layers.rotary.
             caches: keys and values of each layer, bfloat16 [slots, num_kv_heads, head_dim].
         """
         known, table = self._known
@@ -121,7 +122,7 @@ def _address(value: Tensor | Packed | None) -> int:
 
 
 class Ends(NamedTuple):
-    """What a step of a draft head is told: the address of HEAD, 0 for none, and bytes that its product prepares."""
+    """Arguments of a step of a draft head: the address of HEAD, 0 for none, and bytes that its product prepares."""
 
     address: int
     prepared: int
@@ -131,7 +132,7 @@ NO_ENDS = Ends(0, 0)
 
 
 class StackPlan:
-    """A forward of a stack: its tables."""
+    """The tables of a forward of a stack."""
 
     def __init__(
         self,
@@ -178,13 +179,13 @@ class StackPlan:
         given: Tensor | None = None,
         ends: Ends = NO_ENDS,
     ) -> None:
-        """All layers of the residual stream bfloat16 [M, hidden], in its place.
+        """Run all layers on the residual stream bfloat16 [M, hidden], in place.
 
         Args:
-            stream: what it is before, unless `ends` say it.
-            taps: like the stream, which is kept there as it enters a layer.
-            given: bfloat16 [M, shape.given], what a layer's q, k and v are made of, if the shape says so.
-            ends: what a step of a draft head does besides.
+            stream: the input, unless `ends` compute it.
+            taps: by layer, tensors like the stream, to which the stream is copied as it enters the layer.
+            given: bfloat16 [M, shape.given], the input of a layer's q, k and v, if the shape has `given` columns.
+            ends: what else a step of a draft head does.
         """
         self._check(stream, taps, given)
         self._table[:, _TAP] = 0
@@ -220,26 +221,26 @@ class StackPlan:
 
 
 class _Spare:
-    """Memory that runs have for themselves, kept from one to the next: new memory costs a fault for each of its pages.
+    """Memory of runs, kept from one to the next, since new memory costs a fault for each of its pages.
 
-    One run's is kept for each thread that calls at the same time.
+    The memory of one run is kept for each thread that calls at the same time.
     """
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """At least so many bytes, and as many more as are lost where they begin within a line of memory."""
+        """Return at least `size` bytes, with room to align their start to a cache line."""
         try:
             found = self._kept.pop()
         except IndexError:
             found = torch.empty(0, dtype=torch.uint8)
-        # A text grows by a key a round: there is room for many more.
+        # A text grows by a key a round, so leave room for many more.
         needed = size + LINE
         return found if found.numel() >= needed else torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
 
     def give(self, memory: Tensor) -> None:
-        """What was taken is free."""
+        """Keep memory for later runs."""
         self._kept.append(memory)
 
 
@@ -248,12 +249,12 @@ _TAP = LAYER.index("tap")
 
 
 def _room(size: int) -> int:
-    """Whole lines of memory."""
+    """Return `size` rounded up to whole cache lines."""
     return -(-size // LINE) * LINE
 
 
 def _check_numbers(queries: Sequence[Queries], *numbers: Tensor) -> None:
-    """What the function reads as it lies."""
+    """Check tensors that the function reads as raw memory."""
     for found in (*numbers, *(part.slots for part in queries)):
         if found.dtype != torch.int64 or not found.is_contiguous():
             raise ValueError("slots and positions are int64, side by side")
@@ -263,7 +264,7 @@ def _check_numbers(queries: Sequence[Queries], *numbers: Tensor) -> None:
 
 
 def _check_angles(shape: StackShape, positions: Tensor, own_slots: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-    """Positions are where a table is read."""
+    """Check the tables of angles, and that all positions are within them."""
     for table in angles:
         is_table = table.dtype == torch.bfloat16 and table.is_contiguous()
         if not is_table or table.shape != (len(angles[0]), 1, shape.head_dim):
@@ -275,10 +276,9 @@ def _check_angles(shape: StackShape, positions: Tensor, own_slots: Tensor, angle
 
 @cache
 def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared: int) -> tuple[dict[str, int], int]:
-    """Where each part of a thread's own memory begins, behind normed rows, and where the last one does, which holds
-    scores, a line for each key.
+    """Return offsets of the parts of a thread's own memory after normed rows, and of the last part, the scores.
 
-    `more_prepared`: bytes of what is prepared at least.
+    Scores take a line for each key. `more_prepared`: least bytes of prepared rows.
     """
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
@@ -300,7 +300,7 @@ def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared
 
 @cache
 def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
-    """The function `run`, of RUN and threads."""
+    """Return the compiled function `run`, of RUN and threads."""
     from kernels.cpu import code
     from kernels.cpu.layer_code import layers_module
 

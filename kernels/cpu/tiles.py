@@ -1,11 +1,11 @@
-"""Products by tile instructions (AMX), and what they share with those of kernels.cpu.vectors.
+"""Products by tile instructions (AMX), and code that they share with kernels.cpu.vectors.
 
-Weights of four bits become bfloat16 integers by a table in a register, two of them in a shift and a permutation; each
+Weights of four bits become bfloat16 integers by a table in a register, two of them with a shift and a permutation; each
 group's sums are scaled in float32.
 
-With weights of eight bits rows become integers too, of 15 bits, with a scale for each group of 32 columns: a high and a
-low part of eight bits, which lie as two rows of a tile. So sums of a group are exact, and what is lost is less than
-bfloat16 loses in the row itself. Each group's sums are scaled in float32.
+With weights of eight bits, rows become integers, too: 15 bits, with a scale for each group of 32 columns, split into a
+high and a low part of eight bits, which are two rows of a tile. So sums of a group are exact, and the loss is less than
+that of bfloat16 in the row itself. Each group's sums are scaled in float32.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kernels.cpu.layout import AHEAD, BLOCKS, CODES, CODES_ROWS, GROUP, LANES, P
 
 _ROWS = TILE
 _PRODUCT_BYTES = 64 * _ROWS
-"""Of what a tile holds: products, or weights."""
+"""Bytes of a tile of products or weights."""
 _SLOTS = 4
-"""Products that are kept, and blocks of weights made wide: none of them is waited for when the next is written."""
+"""Products, and converted blocks of weights, that are kept, so that writing the next waits for none of them."""
 _PRODUCT, _X, _W = range(3)
-"""Tiles, where codes are multiplied: of products, rows and weights."""
+"""Tile registers where codes are multiplied: products, rows and weights."""
 
 
 def write_tiles(module: Module, kind: str, wide: bool = False) -> None:
-    """`tiles_<kind>` of TILES and `prepare` of PREPARE, for any number of rows. `wide`: results stay float32, but for
-    "four"."""
+    """Write `tiles_<kind>` of TILES and `prepare` of PREPARE, for any number of rows. `wide`: results stay float32,
+    except for "four"."""
     {"four": _write_four, "eight": _write_eight, "half": _write_half}[kind](module, wide)
 
 
 def _rows_from(code: Code, first: Any, count: Any) -> dict[str, Any]:
-    """The function's arguments, for `count` rows from `first` on."""
+    """Return the function's arguments, for `count` rows from `first` on."""
     given = code.args | {"count": count}
     for address, stride in (("x", "row_stride"), ("y", "out_stride")):
         if address in given:
@@ -43,8 +43,8 @@ def _rows_from(code: Code, first: Any, count: Any) -> dict[str, Any]:
 
 
 def call_variants(module: Module, name: str, names: Sequence[str], variants: Sequence[int], prepared: int) -> None:
-    """A function of TILES or PREPARE for any number of rows: as many at a time as the last variant takes, by the
-    variant of `name` for as many or some more. Of each row and block `prepared` bytes are prepared."""
+    """Write a function of TILES or PREPARE for any number of rows. It passes as many rows at a time as the last variant
+    takes to the smallest variant of `name` that takes them. Each row and block has `prepared` prepared bytes."""
     code = Code(module, name, names)
     args = code.args
     with code.loop(0, args["count"], variants[-1]) as row:
@@ -59,7 +59,7 @@ def call_variants(module: Module, name: str, names: Sequence[str], variants: Seq
 
 
 def write_out(code: Code, tile: Any, totals: Sequence[Variable], wide: bool) -> None:
-    """A tile's results, one vector a row, as far as there are rows. `wide`: they stay float32."""
+    """Store a tile's results, one vector a row, for rows that exist. `wide`: results stay float32."""
     args, (put, size) = code.args, (code.store, 4) if wide else (code.store_halves, 2)
     for row, total in enumerate(totals):
         with code.when(code.build.icmp_signed(">", args["count"], I64(row))):
@@ -67,12 +67,12 @@ def write_out(code: Code, tile: Any, totals: Sequence[Variable], wide: bool) -> 
 
 
 def _slot(code: Code, memory: Any, number: Any) -> Any:
-    """Where a block's product, or its wide weights, are kept."""
+    """Return the address where a block's product, or its converted weights, are kept."""
     return code.plus(memory, code.times(code.build.and_(number, I64(_SLOTS - 1)), _PRODUCT_BYTES))
 
 
 def _multiply(code: Code, instruction: str, rows: Any, stride: Any, weights: Any, product: Any) -> None:
-    """A block's product, kept at an address: of rows and weights at others."""
+    """Multiply rows and weights of a block, and store the product; all are addresses."""
     code.tile("tileloadd64", _W, code.at(weights), I64(64))
     code.tile("tilezero", _PRODUCT)
     code.tile("tileloadd64", _X, code.at(rows), stride)
@@ -80,14 +80,14 @@ def _multiply(code: Code, instruction: str, rows: Any, stride: Any, weights: Any
     code.tile("tilestored64", _PRODUCT, code.at(product), I64(64))
 
 
-# Of four bits. A loop's step is a block, and goes on from one tile of weights to the next. So that no instruction waits
-# for what the one before it wrote, step i makes block i + 2 wide, multiplies block i and adds up block i - 2, whose
-# product lies where that of i + 2 will.
+# Weights of four bits. A step of the loop is a block, continuing from one tile of weights to the next. So that no
+# instruction waits for the result of the one before it, step i converts block i + 2, multiplies block i and adds up
+# block i - 2, whose product lies where that of i + 2 will.
 _FOUR_VARIANTS = (1, 4, 8, _ROWS)
 """Rows that products are compiled for."""
 _FOUR = BLOCKS["four"]
 _FOUR_FETCHED = 32
-"""Blocks that are asked of memory before they are made wide: processors by themselves ask for less."""
+"""Blocks that are prefetched before they are converted; processors on their own prefetch fewer."""
 _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
@@ -100,13 +100,13 @@ def _write_four(module: Module, wide: bool) -> None:
 
 
 def _configure(code: Code) -> None:
-    """Tiles of 64 bytes: as many rows of products and rows as there are, 16 of weights."""
+    """Configure tiles of 64-byte rows: as many rows for products and rows as there are, 16 for weights."""
     height = code.build.trunc(code.args["count"], I8)
     code.configure_tiles(code.room(64), [(_PRODUCT, 64, height), (_X, 64, height), (_W, 64, I8(TILE))])
 
 
 def _write_sums(code: Code, rows: int) -> None:
-    """Sums of each row's groups, which middles are multiplied with: products with ones. 16 for each block."""
+    """Write sums of each row's groups, which are multiplied by middles: products with ones, 16 for each block."""
     args = code.args
     _configure(code)
     ones, product = code.room(_PRODUCT_BYTES), code.room(_PRODUCT_BYTES)
@@ -123,8 +123,8 @@ def _write_sums(code: Code, rows: int) -> None:
 
 
 def _write_four_rows(code: Code, rows: int) -> None:
-    """As many rows as `count` says, `rows` at most. Those that are not there are zeros: processors take long for
-    numbers as small as what may lie there."""
+    """Write products for `count` rows, at most `rows`. Missing rows are zeros, since processors are slow with tiny
+    numbers, which that memory may hold."""
     args, build = code.args, code.build
     wide, products = code.room(_SLOTS * _PRODUCT_BYTES), code.room(_SLOTS * _PRODUCT_BYTES)
     code.clear(products, I64(_SLOTS * _PRODUCT_BYTES))
@@ -132,9 +132,9 @@ def _write_four_rows(code: Code, rows: int) -> None:
     weights = code.plus(args["w"], code.times(code.times(args["blocks"], _FOUR), args["first"]))
     for number in range(AHEAD):
         _widen(code, code.plus(weights, number * _FOUR), code.plus(wide, number * _PRODUCT_BYTES))
-    # What the first steps add up is nothing, and of a tile before the first.
+    # The first steps add up zeros, for a tile before the first.
     tile, left = code.variable(code.plus(args["first"], -1)), code.variable(I64(AHEAD))
-    # Columns' blocks: of this step, of the one before it, and of the one before that, whose product is added up.
+    # Blocks of columns: of this step, of the step before, and of the one before that, whose product is added up.
     multiplied, before, added = (code.variable(I64(0)) for _ in range(3))
     totals = [code.variable(code.number(0.0)) for _ in range(rows)]
     num_blocks = code.times(code.minus(args["last"], args["first"]), args["blocks"])
@@ -165,7 +165,7 @@ def _write_four_rows(code: Code, rows: int) -> None:
 
 
 def _widen(code: Code, block: Any, target: Any) -> None:
-    """A block's codes as bfloat16, less 8. Permutations look at five bits: the table stands in them twice."""
+    """Convert a block's codes, less 8, to bfloat16. Permutations use five bits of an index, so the table is doubled."""
     table = _PAIRS([float_bits(number - 8.0) >> 16 for number in range(16)] * 2)
     for word in range(4):
         codes = code.load(_PAIRS, block, 64 * word)
@@ -176,7 +176,7 @@ def _widen(code: Code, block: Any, target: Any) -> None:
 
 
 def _add_up(code: Code, block: Any, product: Any, sums: Any, totals: list[Variable]) -> None:
-    """scale * product + middle * sum of the row's group, to each row's totals."""
+    """Add scale * product + middle * sum of the row's group to each row's total."""
     scale, middle = scales_of(code, block)
     for row, total in enumerate(totals):
         moved = code.fma(middle, code.load_same(sums, 4 * row), total.get())
@@ -184,7 +184,7 @@ def _add_up(code: Code, block: Any, product: Any, sums: Any, totals: list[Variab
 
 
 def scales_of(code: Code, block: Any) -> tuple[Any, Any]:
-    """Scales and middles of a block of weights of four bits, which lie in float16 behind its codes."""
+    """Load scales and middles of a block of four-bit weights, which lie in float16 after its codes."""
     kind = ir.VectorType(ir.HalfType(), LANES)
     scale, middle = (code.build.fpext(code.load(kind, block, 256 + 32 * part), VECTOR) for part in range(2))
     return scale, middle
@@ -194,11 +194,11 @@ _EIGHT_VARIANTS = (1, 2, 4, CODES_ROWS)
 _EIGHT = BLOCKS["eight"]
 _EIGHT_FETCHED = 16
 SCALES = TILE * GROUP
-"""Bytes of codes in a block, behind which its scales lie; it is the same of rows."""
+"""Bytes of codes in a block, which its scales follow; the same for rows."""
 LOW_BITS = 7
 _LARGEST = 127 << LOW_BITS
 _LEAST = 2.0**-90
-"""Groups whose largest number is less count as zeros: its inverse could not be told in float32."""
+"""Groups whose largest number is below this count as zeros: its inverse would not fit in float32."""
 _BYTES = ir.VectorType(I8, LANES)
 _BEHIND = 2
 """Blocks that are multiplied before one is added up."""
@@ -212,7 +212,7 @@ def _write_eight(module: Module, wide: bool) -> None:
 
 
 def _write_codes(code: Code) -> None:
-    """Codes and scales of rows, CODES_ROWS of them side by side in each block."""
+    """Write codes and scales of rows, CODES_ROWS of them side by side in each block."""
     args, build = code.args, code.build
     with code.loop(0, args["count"]) as row:
         group = build.ashr(row, I64(CODES_ROWS.bit_length() - 1))
@@ -230,7 +230,7 @@ def _write_codes(code: Code) -> None:
 
 
 def integers_of(code: Code, source: Any) -> tuple[Any, list[Any]]:
-    """The scale of a row's group of columns, and what they are times: integers of 15 bits, in two vectors."""
+    """Return the scale of a row's group of columns, and the group over it: 15-bit integers, in two vectors."""
     build = code.build
     values = [code.load_halves(source, 2 * LANES * half) for half in range(2)]
     largest = code.farthest(values)
@@ -241,7 +241,7 @@ def integers_of(code: Code, source: Any) -> tuple[Any, list[Any]]:
 
 
 def bytes_of(code: Code, numbers: Any) -> tuple[Any, Any]:
-    """The high and the low part of integers of 15 bits."""
+    """Return the high and the low part of integers of 15 bits."""
     build = code.build
     high = build.ashr(build.add(numbers, words(1 << (LOW_BITS - 1))), words(LOW_BITS))
     low = build.sub(numbers, build.shl(high, words(LOW_BITS)))
@@ -249,11 +249,11 @@ def bytes_of(code: Code, numbers: Any) -> tuple[Any, Any]:
 
 
 def _write_eight_rows(code: Code, rows: int, wide: bool) -> None:
-    """As many rows as `count` says, `rows` at most. Rows that are not there are zeros."""
+    """Write products for `count` rows, at most `rows`. Missing rows are zeros."""
     args, build = code.args, code.build
     products = code.room(_SLOTS * _PRODUCT_BYTES)
     code.clear(products, I64(_SLOTS * _PRODUCT_BYTES))
-    # Two rows of products and of codes for each row that there is; eight of weights, four columns in each.
+    # Two rows of products and of codes for each row; eight of weights, four columns in each.
     height = build.trunc(code.times(args["count"], 2), I8)
     code.configure_tiles(code.room(64), [(_PRODUCT, 64, height), (_X, GROUP, height), (_W, 64, I8(GROUP // 4))])
     tile_size = code.times(args["blocks"], _EIGHT)
@@ -286,11 +286,11 @@ def _write_eight_rows(code: Code, rows: int, wide: bool) -> None:
 _HALF = BLOCKS["half"]
 _HALF_FETCHED = 8
 _HALF_X, _HALF_W = 4, 6
-"""Tiles: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then come those rows and weights."""
+"""Tile registers: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then rows and weights."""
 
 
 def _write_half(module: Module, wide: bool) -> None:
-    """32 rows at a time while each pair of weights is at hand, the rest behind. Nothing is prepared."""
+    """Write products of 32 rows at a time with each pair of weight tiles, and then of the rest. Nothing is prepared."""
     Code(module, "prepare", PREPARE).done()
     for groups in (1, 2):
         code = Code(module, f"tiles_half_{groups}", TILES)
@@ -310,7 +310,7 @@ def _write_half(module: Module, wide: bool) -> None:
 
 
 class _Half:
-    """All rows in groups of 16, one or two at a time; the last group may have fewer."""
+    """Products of all rows in groups of 16, one or two at a time; the last group may have fewer rows."""
 
     def __init__(self, code: Code, groups: int, wide: bool) -> None:
         self.code, self.args, self.groups, self.wide = code, code.args, groups, wide
@@ -323,7 +323,7 @@ class _Half:
         self._configure()
         before = code.plus(args["last"], -1)
         with code.loop(args["first"], args["last"], 2) as tile:
-            # Of an odd number the last is taken twice.
+            # If their number is odd, the last tile is processed twice.
             tiles = tile, code.least(code.plus(tile, 1), before)
             with code.loop(0, args["count"], self.groups * _ROWS) as row:
                 self._multiply(tiles, row)
@@ -331,7 +331,7 @@ class _Half:
                     self._write_out(tiles, row, group)
 
     def _configure(self) -> None:
-        """Tiles of 64 bytes: as many rows of totals and rows as there are, 16 of weights."""
+        """Configure tiles of 64-byte rows: as many rows for totals and rows as there are, 16 for weights."""
         code, tiles = self.code, [(tile, 64, I8(_ROWS)) for tile in (_HALF_W, _HALF_W + 1)]
         for group in range(self.groups):
             rows = code.build.trunc(self._rows(group, I64(0)), I8)
@@ -339,7 +339,7 @@ class _Half:
         code.configure_tiles(self.stack, tiles)
 
     def _rows(self, group: int, first: Any) -> Any:
-        """Rows of a group of those from `first` on."""
+        """Return the number of rows in a group, counted from row `first` on."""
         code = self.code
         return code.least(code.minus(self.args["count"], code.plus(first, group * _ROWS)), _ROWS)
 

@@ -1,15 +1,15 @@
-"""Products without tiles: 16 weight rows lie side by side in a vector, and are multiplied with numbers of each row.
+"""Products without tiles: 16 weight rows lie side by side in a vector, and are multiplied by numbers of each row.
 
-Weights of four and eight bits are multiplied by AVX-512's dot products of bytes (VNNI) where there are these. Rows
-become integers of 15 bits with a scale for each group of 32 columns, as in kernels.cpu.tiles. Weights stay the codes
-that they are, as bytes from 0 on: an instruction multiplies four of them of each weight row with a high or a low part
-of a row's, and adds them up. Sums of a group are exact, and scaled in float32, one group behind the other.
+If available, AVX-512's dot products of bytes (VNNI) multiply weights of four and eight bits. Rows become integers of 15
+bits with a scale for each group of 32 columns, as in kernels.cpu.tiles. Weights stay codes, as bytes from 0 on: an
+instruction multiplies four codes of each weight row by the high or the low parts of a row's integers, and adds them up.
+Sums of a group are exact, and are scaled in float32, group by group.
 
-All others are made float32 in registers, and multiplied with one number of each row. Sums run over columns in their
-order alone.
+All others are converted to float32 in registers, and multiplied by one number of each row. Sums run over columns in
+order.
 
-So a row's result does not depend on the rows beside it. Few rows take several tiles of weights at once: a sum waits for
-its last addition, and others go on meanwhile.
+So a row's result does not depend on the rows beside it. Few rows take several tiles of weights at once: while a sum
+waits for its last addition, others proceed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kernels.cpu.tiles import LOW_BITS, SCALES, bytes_of, call_variants, integer
 
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
 _FETCHED = 48
-"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
+"""Blocks that are prefetched before they are needed; processors on their own prefetch fewer."""
 _FRACTION, _ONE = 0xF << 19, 0x3F800000
-"""A code in the four highest bits of a float32's fraction, and the bits of 1.0: 1 + code / 16, without a conversion."""
+"""A code in the four highest bits of a float32's fraction, with the bits of 1.0, is 1 + code / 16, unconverted."""
 _WORD = 4
 """Codes that an instruction adds up."""
 _NIBBLES = 0x0F0F0F0F
 _MIDDLE = 128
-"""What is added to weights of eight bits, which are signed, to make bytes from 0 on of them."""
+"""Added to eight-bit weights, which are signed, to make bytes from 0 on."""
 
 
 def write_products(module: Module, kind: str, wide: bool = False) -> None:
-    """`prepare` of PREPARE and `tiles_<kind>` of TILES. `wide`: results stay float32."""
+    """Write `prepare` of PREPARE and `tiles_<kind>` of TILES. `wide`: results stay float32."""
     weights = (_DOTS if module.isa.has_dots(kind) else _WIDENED)[kind]
     variants = _TILES_OF_AVX2 if module.isa is Isa.AVX2 else weights.tiles_of
     for rows, tiles in variants.items():
@@ -47,8 +47,8 @@ def write_products(module: Module, kind: str, wide: bool = False) -> None:
 
 
 def _write_prepare(code: Code, weights: type[_Weights], rows: int) -> None:
-    """What is prepared of rows, side by side for each block. Of rows that are not there it is zeros: processors take
-    long for numbers as small as what may lie there."""
+    """Write the preparation of rows, side by side for each block. Missing rows become zeros, since processors are slow
+    with tiny numbers, which that memory may hold."""
     args, size = code.args, weights.prepared * rows
     with code.loop(args["count"], rows) as row, code.loop(0, args["blocks"]) as number:
         weights.clear(code, code.plus(args["prepared"], code.times(number, size)), row, rows)
@@ -61,7 +61,7 @@ def _write_prepare(code: Code, weights: type[_Weights], rows: int) -> None:
 
 
 def _write_some(code: Code, weights: type[_Weights], size: int, rows: int, tiles: int, wide: bool) -> None:
-    """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
+    """Write products for `count` rows, at most `rows`, with `tiles` tiles at a time; the last tile may be repeated."""
     args = code.args
     tile_size, last = code.times(args["blocks"], size), code.plus(args["last"], -1)
     totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
@@ -79,7 +79,7 @@ def _write_some(code: Code, weights: type[_Weights], size: int, rows: int, tiles
 
 
 def _fetched(code: Code, begins: Sequence[Any], number: Any, size: int) -> Iterator[Any]:
-    """Where the block of this number of each tile lies; one some way behind it is asked of memory."""
+    """Yield the address of block `number` of each tile, and prefetch a later block."""
     for begin in begins:
         block = code.plus(begin, code.times(number, size))
         code.fetch(code.plus(block, _FETCHED * size), size)
@@ -87,12 +87,12 @@ def _fetched(code: Code, begins: Sequence[Any], number: Any, size: int) -> Itera
 
 
 class _Weights(ABC):
-    """Those of a block."""
+    """The weights of a block."""
 
     tiles_of: ClassVar[dict[int, int]]
-    """Tiles that are taken at once, by the rows that products are compiled for."""
+    """Tiles that are processed at once, by the rows that products are compiled for."""
     prepared: ClassVar[int]
-    """Bytes of what is prepared of each row and block."""
+    """Prepared bytes of each row and block."""
 
     def __init__(self, code: Code, block: Any) -> None:
         self.code, self.build, self.block = code, code.build, block
@@ -105,21 +105,21 @@ class _Weights(ABC):
     @staticmethod
     @abstractmethod
     def clear(code: Code, target: Any, row: Any, rows: int) -> None:
-        """Prepare the same of a row that is not there."""
+        """Prepare zeros for a missing row."""
 
     @classmethod
     @abstractmethod
     def multiply(cls, code: Code, blocks: Iterable[Any], prepared: Any, totals: list[list[Variable]]) -> None:
-        """Add products of a block of each tile with the rows to `totals`, by tile and row."""
+        """Add products of a block of each tile and the rows to `totals`, by tile and row."""
 
 
 class _Wide(_Weights):
-    """Made float32, as rows are. Of bfloat16 the upper half of the number is there."""
+    """Weights converted to float32, like the rows. bfloat16 weights are the upper halves of the numbers."""
 
     tiles_of: ClassVar = {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
     prepared = FLOATS
     columns = 2
-    """That lie in a word of 32 bits."""
+    """Columns in a word of 32 bits."""
 
     @classmethod
     def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
@@ -134,7 +134,7 @@ class _Wide(_Weights):
 
     @classmethod
     def multiply(cls, code: Code, blocks: Iterable[Any], prepared: Any, totals: list[list[Variable]]) -> None:
-        blocks = [*blocks]  # all are asked of memory before anything is loaded
+        blocks = [*blocks]  # all are prefetched before anything is loaded
         weights = [cls(code, block) for block in blocks]
         with code.loop(0, GROUP // cls.columns) as word:
             of_tiles = [code.load(WORDS, tile.block, code.times(word, 64)) for tile in weights]
@@ -147,7 +147,7 @@ class _Wide(_Weights):
                         some[row].set(code.fma(weight, number, some[row].get()))
 
     def wide(self, bits: Any, column: int) -> Any:
-        """A column of these words as float32."""
+        """Return a column of these words as float32."""
         bits = self.build.and_(bits, words(-1 << 16)) if column else self.build.shl(bits, words(16))
         return self.build.bitcast(bits, VECTOR)
 
@@ -163,7 +163,7 @@ class _WideFour(_Wide):
         self.moved, self.scale = code.fma(scale, code.number(-24.0), middle), code.build.fmul(scale, code.number(16.0))
 
     def wide(self, bits: Any, column: int) -> Any:
-        """Columns with even numbers are in the lower half of a word."""
+        """Return a column of these words as float32; even columns are in the lower half of a word."""
         shift = 19 - (4 * (column // 2) + 16 * (column % 2))
         bits = (self.build.shl if shift > 0 else self.build.lshr)(bits, words(abs(shift)))
         bits = self.build.or_(self.build.and_(bits, words(_FRACTION)), words(_ONE))
@@ -185,13 +185,13 @@ class _WideEight(_Wide):
 
 
 class _Codes(_Weights):
-    """As vectors of bytes: of each weight row four codes for columns side by side in `order`. Of each block codes of
-    all rows lie side by side, then their scales, then what their sums are moved by."""
+    """Weights as vectors of bytes: for each weight row four codes of columns that are adjacent in `order`. A prepared
+    block has the codes of all rows side by side, then their scales, then the offsets of their sums."""
 
     tiles_of: ClassVar = {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}
     prepared = DOT_CODES
     order: ClassVar[Sequence[int]] = range(LANES)
-    """Of 16 columns those that lie at each place."""
+    """Which of 16 columns lies at each place."""
     codes: Sequence[Any]
 
     @classmethod
@@ -223,14 +223,14 @@ class _Codes(_Weights):
     @staticmethod
     @abstractmethod
     def moved_by(code: Code, total: Any, scale: Any) -> Any:
-        """What a row's sums are moved by for each group, of 32 bits, from the sum of its integers."""
+        """Return the 32-bit offset of a row's sums for each group, from the sum of its integers."""
 
     @abstractmethod
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        """A row's total with this block's: addresses of both parts of its codes, of its scale, and of `moved_by`."""
+        """Add this block to a row's total; takes addresses of both parts of its codes, its scale, and `moved_by`."""
 
     def _add(self, sums: Any, part: Any) -> Any:
-        """Sums with those of a part of a row."""
+        """Return `sums` plus the products of a part of a row."""
         for number, codes in enumerate(self.codes):
             word = self.code.same(self.code.load(I32, part, _WORD * number))
             sums = self.code.call("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes, word)
@@ -241,7 +241,7 @@ class _Codes(_Weights):
 
 
 class _FourCodes(_Codes):
-    """scale * code + (middle - 8 * scale); in words of eight codes, those of odd columns in the upper half."""
+    """scale * code + (middle - 8 * scale); words have eight codes, those of odd columns in the upper half."""
 
     order: ClassVar = tuple(8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7))
 
@@ -256,7 +256,7 @@ class _FourCodes(_Codes):
 
     @staticmethod
     def moved_by(code: Code, total: Any, scale: Any) -> Any:
-        """The sum of its numbers."""
+        """Return the sum of the row's numbers."""
         return code.build.fmul(code.build.sitofp(total, F32), scale)
 
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
@@ -278,7 +278,7 @@ class _EightCodes(_Codes):
 
     @staticmethod
     def moved_by(code: Code, total: Any, scale: Any) -> Any:
-        """What the sum is too large by, with another sign."""
+        """Return the excess of the sum, negated."""
         return code.build.mul(total, I32(-_MIDDLE))
 
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
