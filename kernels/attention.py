@@ -82,7 +82,7 @@ def tree_attention(
         [M, H * D] in q's dtype; zeros for padding.
 
     Raises:
-        ValueError: shapes or numbers that do not fit.
+        ValueError: the shapes or numbers do not fit.
     """
     out = _checked(q, k_cache, v_cache, page_tables, num_splits, rules)
     if mask.shape[1] * 32 < max_row_tokens:
@@ -139,7 +139,7 @@ def prefill_attention(
         [M, H * D] in q's dtype; zeros for padding.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     out = _checked(q, k_cache, v_cache, page_tables, 1, rules)
     num_heads, head_dim = q.shape[1:]
@@ -209,7 +209,7 @@ def list_branches(
         page_size: tokens in a page.
 
     Raises:
-        ValueError: shapes or numbers that do not fit.
+        ValueError: the shapes or numbers do not fit.
     """
     if first.shape != (table_rows.shape[0] + 1,) or base < 0 or not mask.is_contiguous() or page_tables.stride(1) != 1:
         raise ValueError(f"{list(first.shape)} starts of {table_rows.shape[0]} rows, or a region at {base}")
@@ -267,7 +267,7 @@ def branch_attention(
         [M, H * D] in q's dtype; zeros for padding.
 
     Raises:
-        ValueError: shapes or numbers that do not fit.
+        ValueError: the shapes or numbers do not fit.
     """
     if k_cache.dtype != q.dtype:
         raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype}; a tree region's are of one dtype")

@@ -53,7 +53,7 @@ def lay_out_blocks(
             `find_roots`: blocks see the tree slots that are in both. None: they see no tree slot.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     words = 0 if seen is None else region // 32
     if seen is not None:
@@ -88,7 +88,7 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
         logits: float32 [R * G, vocab_size], contiguous.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     guesses = blocks.logits.shape[0] // blocks.begins.shape[0]
     count = where.shape[0] * guesses
@@ -107,7 +107,7 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
         added: float32 [M, vocab_size], contiguous, added to the logits.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     shape = (where.shape[0], blocks.logits.shape[1])
     if added is not None and (added.shape != shape or added.dtype != torch.float32 or not added.is_contiguous()):

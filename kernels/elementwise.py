@@ -119,7 +119,7 @@ def rope_write(
         q [M, H, D] in the heads' dtype.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
     _check_write(heads, k_cache, v_cache, num_heads, qk_norm, (num_heads + kv_heads, dim))
@@ -149,7 +149,7 @@ def write_keys(
         eps: added to the mean square.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     layers, _, kv_heads, dim = k_cache.shape
     if heads.shape[1] != layers:

@@ -31,7 +31,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
         plan: where slot masks lie.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if header.shape != (HEADER_WORDS,) or seeds.shape != (NUM_FIELDS, pool.max_seeds):
         raise ValueError(f"a header of {list(header.shape)} and seeds of {list(seeds.shape)} do not fit the pool")
@@ -61,7 +61,7 @@ def reroot_pool(
         step_size: entries that a step adds to the pool.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if reroots.shape != (rows.table_rows.shape[0], REROOT_WORDS + rows.free.shape[1]) or not reroots.is_contiguous():
         raise ValueError(f"new roots of {list(reroots.shape)} do not fit {list(rows.free.shape)} free tree slots")
@@ -79,7 +79,7 @@ def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
             then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_NEW_SEEDS is at most max_seeds.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if seeds.dim() != 1 or seeds.shape[0] < SEED_HEADER_WORDS or (seeds.shape[0] - SEED_HEADER_WORDS) % NUM_FIELDS:
         raise ValueError(f"further seeds of {list(seeds.shape)} do not have {NUM_FIELDS} fields")
@@ -101,7 +101,7 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
         branching: candidates of a node.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     _check_width(step)
     fits = pool.capacity <= min(step.keys.shape[0], MAX_ENTRIES) and pool.entries.is_contiguous()
@@ -122,7 +122,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
     the same step waits for the next step, and so do the entries below it.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     _check_width(step)
     if step.mask.shape[1] != plan.slot_masks.shape[2] or not step.mask.is_contiguous():
@@ -146,7 +146,7 @@ def append_candidates(
             k], scores [M, k] (bits); -1, -1, -1 and -inf where there is nothing.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     width, branching = tokens.shape
     if scores.shape != tokens.shape or width != step.order.shape[0]:

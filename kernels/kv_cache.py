@@ -47,7 +47,7 @@ def compact(
 ) -> None:
     """Move accepted node k = 0 .. num_tokens[b] - 2 of each row to place root[b] - first[b] + 1 + k of the row.
 
-    One launch for all layers. Nodes lie behind their parents, so no node moves to a higher place, and what is
+    One launch for all layers. Nodes come after their parents, so no node moves to a higher place, and what is
     overwritten has already been moved. Nothing moves in rows that do not sample.
 
     Args:

@@ -210,7 +210,7 @@ def norm_linear(
         [M, N or F] of the dtype of `rows`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit.
     """
     num_out = weight.shape[0] // (2 if gated else 1)
     whole = norm is not None or gated
@@ -262,7 +262,7 @@ def norm_qkv(
         q [M, H, D] in the rows' dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
     _check_rows(rows, weight, norm, bias, whole=True)

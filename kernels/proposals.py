@@ -45,7 +45,7 @@ def propose(
             illegal.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit.
     """
     count, size = logits.shape
     _check(logits, rows, positions, buffers, tokens, scores)

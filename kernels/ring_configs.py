@@ -35,8 +35,7 @@ class RingConfig:
         return BY_WARP_ROWS if self.by_warp and num_rows <= BY_WARP_ROWS else tile_rows(num_rows)
 
     def shared_bytes(self, rows: int, code_bits: int) -> int:
-        """Return a program's shared memory in bytes: the ring, and transposed results. `rows` is what `rows()`
-        returns."""
+        """Return a program's bytes of shared memory: ring and transposed results. `rows` is what `rows()` returns."""
         return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
 
 

@@ -46,7 +46,7 @@ def lay_out_committed(
         spare: value of `sources` for slots without a token.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     num_rows = tokens.table_rows.shape[0]
     if out.table_rows.shape[0] != num_rows or drafts.shape[0] != num_rows or committed.shape[0] != num_rows:
@@ -75,7 +75,7 @@ def plant_roots(
         lag: see lay_out_committed. With a lag, the feature of row b's last token is the given feature b.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     num_rows, branching = tokens.shape
     if header.shape != (HEADER_WORDS,) or scores.shape != tokens.shape or pool.max_seeds != num_rows * branching:
@@ -122,7 +122,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
             tokens.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if out.token_ids.shape != base.token_ids.shape or trees.order.shape[0] > base.token_ids.shape[0]:
         raise ValueError(f"{trees.order.shape[0]} nodes for a round of {base.token_ids.shape[0]} tokens")

@@ -23,7 +23,7 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor |
         token_ids: int32 [N, K].
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: the shapes do not fit.
     """
     count = positions.shape[0]
     if keys.shape != (count, 3) or keys.stride(1) != 1:
@@ -67,7 +67,7 @@ def sample_rows(
         lossy: for requests with an acceptance threshold below 1, also keep what `walk` needs to apply it.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit.
     """
     num_tokens = tokens.token_ids.shape[0]
     if logits.dim() != 2 or logits.shape[0] < num_tokens or logits.shape[1] < vocab_size or logits.stride(1) != 1:
@@ -105,7 +105,7 @@ def logprobs(
         out: of the same B and D as `walked`.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: the shapes do not fit.
     """
     if out.logprobs.shape != walked.tokens.shape:
         raise ValueError(f"outputs of {tuple(out.logprobs.shape)} for a walk of {tuple(walked.tokens.shape)}")

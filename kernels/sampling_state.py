@@ -33,9 +33,9 @@ MAX_BRANCHING = 16
 GROUP = 64
 """Vocabulary tokens of a group; the best token of each group is found first."""
 TAU = 1
-"""Column of `ProposeTables.floats` behind TEMPERATURE."""
+"""Column of `ProposeTables.floats` after TEMPERATURE."""
 PROPOSE_FLAGS = 3
-"""Column of `ProposeTables.ints` behind SEED_LOW, SEED_HIGH and CHOICE_INDEX."""
+"""Column of `ProposeTables.ints` after SEED_LOW, SEED_HIGH and CHOICE_INDEX."""
 RANK_BY_NOISE = 1
 """Bit of the column PROPOSE_FLAGS: rank by the shared noise where there is a temperature."""
 
@@ -97,7 +97,7 @@ class SampleBuffers:
     sampled: Tensor
     """int32 [M], the token sampled at each token; -1 where nothing is sampled or the logits are unusable."""
     bad: Tensor
-    """int32 [M], 1 where the logits hold NaN or +inf or leave no token, else 0."""
+    """int32 [M], 1 where the logits hold NaN or +inf or leave no token, otherwise 0."""
     processed: Tensor
     """float32 [M, V + C]: processed logits of rows that are filtered, then the list of their C best. In rows with lossy
     acceptance, tokens dropped by a filter are -inf."""
@@ -106,7 +106,7 @@ class SampleBuffers:
     candidate_ids: Tensor
     """int32 [M, C], token ids of the list of the C best in `processed`."""
     parts: Tensor
-    """float32 [3, M, T]: best score, largest processed logit and usability of each of T tiles."""
+    """float32 [3, M, T]: best score, largest processed logit and 1 for unusable logits, of each of T tiles."""
     part_ids: Tensor
     """int32 [M, T]: token with the best score."""
     part_masses: Tensor
@@ -116,7 +116,7 @@ class SampleBuffers:
     def new(
         cls, num_tokens: int, vocab_size: int, device: torch.device | str, candidates: int = CANDIDATES
     ) -> SampleBuffers:
-        """Buffers for up to `num_tokens` tokens a round; about 4 bytes a token and vocabulary entry."""
+        """Return buffers for up to `num_tokens` tokens a round; about 4 bytes a token and vocabulary entry."""
         tiles = -(-vocab_size // TILE)
 
         # Zeros, as in all long-lived buffers: a pass whose launches are left out must find valid ids and places there.
@@ -142,9 +142,9 @@ class WalkOutputs:
     num_tokens: Tensor
     """int32 [B], accepted tokens and the bonus token; 0 for rows that do not sample and for failed ones."""
     tokens: Tensor
-    """int32 [B, D], the committed tokens; -1 behind them."""
+    """int32 [B, D], the committed tokens; -1 after them."""
     accepted: Tensor
-    """int32 [B, D], indices in the round of the accepted nodes (one less than there are tokens); -1 behind them."""
+    """int32 [B, D], indices in the round of the accepted nodes (one less than there are tokens); -1 after them."""
     error: Tensor
     """int32 [B], UNUSABLE_LOGITS or ILLEGAL_TOKEN where the walk met one, otherwise 0."""
 
@@ -165,7 +165,7 @@ class LogprobOutputs:
 
     @classmethod
     def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> LogprobOutputs:
-        """Buffers for `num_rows` rows of at most `max_depth` tokens."""
+        """Return buffers for `num_rows` rows of at most `max_depth` tokens."""
         shape = (num_rows, max_depth, MAX_TOP_LOGPROBS)
         return cls(
             torch.zeros(shape[:2], dtype=torch.float32, device=device),
@@ -185,7 +185,7 @@ class ProposeTables:
 
     @classmethod
     def new(cls, num_rows: int, device: torch.device | str) -> ProposeTables:
-        """Tables of zeros, which mean greedy decoding, for `num_rows` requests."""
+        """Return tables of zeros, which mean greedy decoding, for `num_rows` requests."""
         return cls(
             torch.zeros(num_rows, 2, dtype=torch.float32, device=device),
             torch.zeros(num_rows, 4, dtype=torch.int32, device=device),
@@ -203,6 +203,6 @@ class ProposeBuffers:
 
     @classmethod
     def new(cls, num_tokens: int, vocab_size: int, device: torch.device | str) -> ProposeBuffers:
-        """Buffers for up to `num_tokens` tokens over a draft vocabulary of `vocab_size`."""
+        """Return buffers for up to `num_tokens` tokens over a draft vocabulary of `vocab_size`."""
         shape = (num_tokens, -(-vocab_size // GROUP))
         return cls(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))

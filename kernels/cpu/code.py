@@ -1,4 +1,4 @@
-"""Writing and compiling functions for a CPU: a thin layer over llvmlite's builder of LLVM code.
+"""Write and compile functions for a CPU: a thin layer over llvmlite's builder of LLVM code.
 
 A function takes addresses and numbers, all int64 (the language: llvm.org/docs/LangRef.html). Vectors hold 16 numbers
 (`LANES`), float32 in registers and float32 or bfloat16 in memory.
@@ -378,10 +378,10 @@ def machine(isa: Isa) -> Any:
 
 
 def made(module: Module, is_straight: bool = False) -> Any:
-    """Return a module as LLVM's, optimized.
+    """Return a module parsed and optimized by LLVM.
 
-    `is_straight`: only with optimizations that keep variables in registers, in a twentieth of the time. If only long
-    stretches of vector code matter, others find nothing to do.
+    `is_straight`: run only optimizations that keep variables in registers, in a twentieth of the time. In long
+    stretches of vector code, others find nothing to do.
     """
     found = llvm.parse_assembly(str(module))
     for function in found.functions:

@@ -73,7 +73,7 @@ class Stepped(NamedTuple):
     """Results of a step.
 
     Attributes:
-        logits: float32 [M, N]; divided, if they were ranked.
+        logits: float32 [M, N]; divided if they were ranked.
         tokens: int32 [M, best], like `scores`, which are float32; see kernels.cpu.rows.best_of. None if nothing was
             ranked.
     """

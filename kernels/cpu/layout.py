@@ -72,7 +72,7 @@ ITEM = ("queries", "head", "first", "count")
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What all layers have in common.
+    """Properties that all layers share.
 
     Attributes:
         hidden: width of the residual stream, a multiple of 32; so is `inner`, that of the MLP.

@@ -146,7 +146,7 @@ def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
 
 
 def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 rows [M, K] with contiguous columns.
+    """Return rows @ W^T, [M, num_out] in bfloat16 or float32, for bfloat16 rows [M, K] with contiguous columns.
 
     Sums are float32 and rounded once, to `dtype`; a row's result does not depend on the rows beside it.
     """

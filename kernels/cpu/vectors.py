@@ -100,7 +100,7 @@ class _Weights(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
-        """Prepare the block at `source` of a row, to its place among those of all `rows` at `target`."""
+        """Prepare a row's block at `source`; it goes to the row's place among all `rows` at `target`."""
 
     @staticmethod
     @abstractmethod
