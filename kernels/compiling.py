@@ -116,7 +116,7 @@ _told: dict[tuple[int, str], bool] | None = None
 
 
 @contextmanager
-def tell_launches() -> Iterator[Callable[[], int] | None]:
+def compile_ahead() -> Iterator[Callable[[], int] | None]:
     """Leave out Triton's launches in all threads, and compile variants that its cache lacks ahead.
 
     Kernels that are launched one after the other are thus compiled at the same time. This needs `compile_aside`, and

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kernels.compile_workers import compile_aside
-from kernels.compiling import allow_threads, tell_launches
+from kernels.compiling import allow_threads, compile_ahead
 from outrider.logs import get_logger
 
 __all__ = ["COMPILE_THREADS", "GraphPool", "compile_aside"]

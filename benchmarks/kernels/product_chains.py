@@ -34,7 +34,7 @@ import kernels.linear
 from benchmarks.engine.quantized import ROOM, engine_rounds
 from benchmarks.kernels.quantized_products import exact_product
 from kernels.compile_workers import compile_aside
-from kernels.compiling import allow_threads, tell_launches
+from kernels.compiling import allow_threads, compile_ahead
 from kernels.launch import ceil_div
 from kernels.linear import fits_ring, stream_config, stream_linear
 from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig
@@ -182,7 +182,7 @@ class Chain:
                 return True
 
         with compile_aside():
-            with tell_launches():
+            with compile_ahead():
                 for job in jobs:
                     self.product(*job)
             # Launches are serial, since compiling takes the time. Each thread first needs the device's context.

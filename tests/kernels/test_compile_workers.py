@@ -15,7 +15,7 @@ import torch
 
 from kernels import compile_workers
 from kernels.compile_workers import CompileJob, compile_aside, prepare
-from kernels.compiling import allow_threads, tell_launches
+from kernels.compiling import allow_threads, compile_ahead
 
 triton = pytest.importorskip("triton")
 # Before a test sets TRITON_INTERPRET aside: other tests interpret kernels, and a launch imports what asserts that it is
@@ -169,10 +169,10 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
     function, run = JITFunction(kv_cache._update.fn), JITFunction.run
     monkeypatch.setattr(kv_cache, "_update", function)
     tables = torch.ones(4, 4, dtype=torch.int32)
-    with tell_launches() as told:
+    with compile_ahead() as told:
         assert told is None, "no process compiles"
     with compile_aside():
-        with tell_launches() as told:
+        with compile_ahead() as told:
             assert told is not None and told() == 0
             for _ in range(2):
                 function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
@@ -183,7 +183,7 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
         assert workers is not None
         (job,) = workers._told.values()
         job.result()
-        with tell_launches() as told:
+        with compile_ahead() as told:
             function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
             assert told is not None and told() == 0, "Triton's cache has it"
     assert len(list(tmp_path.rglob("_update.cubin"))) == 1 and tables.all()
