@@ -98,31 +98,31 @@ class _Workers:
         self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
         """Ready processes without a job; None once all processes are gone."""
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="compile-ahead")
-        self._told: dict[bytes, Future[None]] = {}
+        self._started: dict[bytes, Future[None]] = {}
         """Jobs compiled ahead, by their lines."""
 
-    def tell(self, job: CompileJob) -> None:
+    def start(self, job: CompileJob) -> None:
         """Start a job without waiting for it. Raises ValueError or SyntaxError for one that literals cannot express."""
         line = job.line()
         self._begin()
-        if line not in self._told:
-            self._told[line] = self._threads.submit(self._do, line)
+        if line not in self._started:
+            self._started[line] = self._threads.submit(self._run, line)
 
-    def do(self, job: CompileJob) -> None:
-        """Run a job and wait for it. Does nothing if no process is ready, unless `tell` has started the job.
+    def run(self, job: CompileJob) -> None:
+        """Run a job and wait for it. Does nothing if no process is ready, unless `start` has started the job.
 
         Raises ValueError or SyntaxError for a job that literals cannot express, OSError if the process is gone, and
         RuntimeError with the compiler's message.
         """
         line = job.line()
         self._begin()
-        told = self._told.get(line)
-        if told is not None:
-            told.result()
+        started = self._started.get(line)
+        if started is not None:
+            started.result()
         elif self._num_ready:
-            self._do(line)
+            self._run(line)
 
-    def _do(self, line: bytes) -> None:
+    def _run(self, line: bytes) -> None:
         process = self._idle.get()
         if process is None:
             self._idle.put(None)
@@ -219,7 +219,7 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bo
         where = (target.backend, target.arch, target.warp_size)
         told = (function.module, function.__name__, function.cache_key)
         job = CompileJob(*told, signature, constexprs, attrs, vars(options), where)
-        (workers.tell if ahead else workers.do)(job)
+        (workers.start if ahead else workers.run)(job)
     except Exception as error:  # the caller can always compile by itself
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
         return False

@@ -74,7 +74,7 @@ def test_what_another_process_compiled_is_in_the_cache_and_what_is_told_ahead_is
         (process,), (beginning,) = workers._processes, workers._beginning
         for block in (16, 1024, 1024):
             prepare(update, 0, *variant(update, block), ahead=True)
-        assert len(workers._told) == 2
+        assert len(workers._started) == 2
         for block in (16, 1024):
             # The process may still import the compiler: who needs what was told waits for that, too.
             prepare(update, 0, *variant(update, block))
@@ -90,7 +90,7 @@ def test_what_another_process_compiled_is_in_the_cache_and_what_is_told_ahead_is
         prepare(update, 0, *variant(update, 100))
         assert len(caplog.messages) == 2 and "power of 2" in caplog.messages[1]
         prepare(update, 0, *variant(update, triton.language.float32), ahead=True)
-        assert len(caplog.messages) == 3 and len(workers._told) == 2
+        assert len(caplog.messages) == 3 and len(workers._started) == 2
         prepare(update, 0, *variant(update, 64))
         assert len(list(tmp_path.rglob("_update.cubin"))) == 4 and process.poll() is None
         # Who finds the only process at work waits for it.
@@ -126,7 +126,7 @@ def test_what_was_told_and_never_needed_ends_with_the_processes(update: Any) -> 
         workers = compile_workers._workers
         assert workers is not None
     workers._threads.shutdown()
-    assert all(told.done() for told in workers._told.values())
+    assert all(told.done() for told in workers._started.values())
 
 
 @pytest.mark.parametrize("most", [0, 2])
@@ -147,10 +147,10 @@ def test_processes_that_cannot_start_are_tried_once_and_missed_by_nobody(
     workers = compile_workers._Workers(4)
     jobs = [compile_workers.CompileJob("", "", str(number), {}, {}, {}, {}, ()) for number in range(8)]
     for job in jobs:
-        workers.tell(job)
+        workers.start(job)
     for job in jobs:
         with nullcontext() if most else pytest.raises(OSError, match="are gone"):
-            workers.do(job)
+            workers.run(job)
     assert num_tried == most + 1
     workers.end()
 
@@ -181,7 +181,7 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
         assert JITFunction.run is run
         workers = compile_workers._workers
         assert workers is not None
-        (job,) = workers._told.values()
+        (job,) = workers._started.values()
         job.result()
         with compile_ahead() as told:
             function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
