@@ -100,10 +100,10 @@ def _compile_once(function: Any) -> None:
             found = self.device_caches[device][0].get(key)
             if found is not None:
                 return found
-            if _told is not None:
+            if _left_out is not None:
                 # A kernel is launched many times; look into Triton's cache only the first time.
-                if (id(self), key) not in _told:
-                    _told[id(self), key] = prepare(self, device, signature, *rest, ahead=True)
+                if (id(self), key) not in _left_out:
+                    _left_out[id(self), key] = prepare(self, device, signature, *rest, ahead=True)
                 return None
             prepare(self, device, signature, *rest)
             return compile_variant(self, key, signature, device, *rest)
@@ -111,7 +111,7 @@ def _compile_once(function: Any) -> None:
     function._do_compile = compile_locked
 
 
-_told: dict[tuple[int, str], bool] | None = None
+_left_out: dict[tuple[int, str], bool] | None = None
 """While launches are left out: their functions and variants, and whether other processes compile these."""
 
 
@@ -125,7 +125,7 @@ def compile_ahead() -> Iterator[Callable[[], int] | None]:
 
     Yields a function that counts the variants compiled ahead so far, or None if launches happen as usual.
     """
-    global _told
+    global _left_out
     if not compiles_aside():
         yield None
         return
@@ -137,13 +137,13 @@ def compile_ahead() -> Iterator[Callable[[], int] | None]:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = leave_out
-    told: dict[tuple[int, str], bool] = {}
-    _told = told
+    left_out: dict[tuple[int, str], bool] = {}
+    _left_out = left_out
     try:
         with _Zeros():  # type: ignore[no-untyped-call]
-            yield lambda: sum(told.values())
+            yield lambda: sum(left_out.values())
     finally:
-        _told = None
+        _left_out = None
         JITFunction.run = run
 
 
