@@ -93,7 +93,7 @@ class HeadStep:
         output, isa = weights.output, needed_isa()
         tiles = output.num_out // TILE
         chunk = chunk_of(output.num_out, output.size, products.num_threads(), output.kind)
-        self._told = dict.fromkeys(HEAD, 0) | {
+        self._fields = dict.fromkeys(HEAD, 0) | {
             "embedding": weights.embedding.data_ptr(), "token_norm": weights.token_norm.data_ptr(),
             "hidden_norm": weights.hidden_norm.data_ptr(), "final_norm": weights.final_norm.data_ptr(),
             "starts_normed": weights.starts_normed, "leaves_normed": weights.leaves_normed,
@@ -113,7 +113,7 @@ class HeadStep:
         stream = torch.empty(plan.rows, self._shape.hidden, dtype=torch.bfloat16)
         given = torch.empty(plan.rows, self._shape.given, dtype=torch.bfloat16)
         found = Stepped(torch.empty(plan.rows, output.num_out))
-        told = self._told | {
+        fields = self._fields | {
             "tokens": token_ids.data_ptr(), "taken": links.taken.data_ptr(), "left": links.left.data_ptr(),
             "features": links.features.data_ptr(), "logits": found.logits.data_ptr(),
         }  # fmt: skip
@@ -121,12 +121,12 @@ class HeadStep:
             size = plan.rows, ranking.best
             tokens, scores = torch.empty(size, dtype=torch.int32), torch.empty(size)
             found = Stepped(found.logits, tokens, scores)
-            told |= {
+            fields |= {
                 "divisors": ranking.divisors.data_ptr(), "ids": ranking.ids.data_ptr(), "best": ranking.best,
                 "found": tokens.data_ptr(), "scores": scores.data_ptr(),
             }  # fmt: skip
-        fields = np.array([*told.values()], np.int64)
-        ends = Ends(fields.ctypes.data, prepared_size(output.kind, plan.rows, output.size, isa))
+        words = np.array([*fields.values()], np.int64)
+        ends = Ends(words.ctypes.data, prepared_size(output.kind, plan.rows, output.size, isa))
         plan.run(stream, given=given, ends=ends)
         return found
 
