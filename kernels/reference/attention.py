@@ -18,7 +18,7 @@ def tree_attention(
 ) -> Tensor:  # fmt: skip
     """Implement kernels.attention.tree_attention."""
     out.zero_()
-    seen = _bits(mask) if path is None else _named(path, 32 * mask.shape[1])
+    seen = _bits(mask) if path is None else _as_mask(path, 32 * mask.shape[1])
     for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.zeros(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
         hidden[:, cached:] = ~seen[begin:end, : end - begin]
@@ -67,7 +67,7 @@ def _bits(words: Tensor) -> Tensor:
     return (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1).bool()
 
 
-def _named(places: Tensor, count: int) -> Tensor:
+def _as_mask(places: Tensor, count: int) -> Tensor:
     """Return bool [M, count] with the numbers in `places` [M, D] set; -1 means none."""
     named = torch.zeros(len(places), count + 1, dtype=torch.bool, device=places.device)
     return named.scatter_(1, torch.where(places < 0, count, places).long(), True)[:, :count]
