@@ -377,7 +377,7 @@ def machine(isa: Isa) -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=2)
 
 
-def made(module: Module, is_straight: bool = False) -> Any:
+def optimized(module: Module, is_straight: bool = False) -> Any:
     """Return a module parsed and optimized by LLVM.
 
     `is_straight`: run only optimizations that keep variables in registers, in a twentieth of the time. In long
@@ -421,12 +421,12 @@ def function(engine: Any, name: str, count: int) -> Any:
     return found
 
 
-def single(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
+def compiled_function(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
     """Return a compiled function of these arguments that calls no other of ours. Its name must be unique."""
 
     def modules() -> list[Any]:
         module = Module(isa)
         write(Code(module, name, names))
-        return [made(module)]
+        return [optimized(module)]
 
     return function(compiled(isa, name, modules), name, len(names))

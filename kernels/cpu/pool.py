@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I64, Code, Module, single
+from kernels.cpu.code import I64, Code, Module, compiled_function
 from kernels.cpu.isa import needed_isa
 
 # Byte offsets in the memory that all threads share: jobs so far, the job that may be joined, threads working on it, and
@@ -31,7 +31,7 @@ class HelperThreads:
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_SIZE + 64)
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
-        self._help = single(needed_isa(), "help", ["pool", "me"], _write_helper)
+        self._help = compiled_function(needed_isa(), "help", ["pool", "me"], _write_helper)
         self._lock, self._started = threading.Lock(), 1
         # Threads run this code and read this memory for as long as the process lives, and a little longer.
         for kept in (self._memory, self._help):

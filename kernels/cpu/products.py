@@ -234,7 +234,7 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
 
     `wide`: results are float32.
     """
-    from kernels.cpu.code import Code, Module, made
+    from kernels.cpu.code import Code, Module, optimized
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
     from kernels.cpu.vectors import write_products
@@ -250,4 +250,4 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))
     part.done()
     write_call(module, "product", _PRODUCT, "part")
-    return [made(module, is_straight=not isa.has_tiles)]
+    return [optimized(module, is_straight=not isa.has_tiles)]

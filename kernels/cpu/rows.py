@@ -18,10 +18,10 @@ from kernels.cpu.layout import LANES, MAX_BEST, float_bits
 @cache
 def row_function(isa: Isa, name: str) -> Any:
     """Return a compiled function of kernels.cpu.row_code."""
-    from kernels.cpu.code import single
+    from kernels.cpu.code import compiled_function
     from kernels.cpu.row_code import FUNCTIONS
 
-    return single(isa, name, *FUNCTIONS[name])
+    return compiled_function(isa, name, *FUNCTIONS[name])
 
 
 def fits_norm(rows: Tensor) -> bool:

@@ -305,6 +305,6 @@ def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
     from kernels.cpu.layer_code import layers_module
 
     def modules() -> list[Any]:
-        return [*products.modules(isa, shape.kind), code.made(layers_module(isa, shape, threads))]
+        return [*products.modules(isa, shape.kind), code.optimized(layers_module(isa, shape, threads))]
 
     return code.function(code.compiled(isa, f"layers {shape} {threads}", modules), "run", len(RUN) + 2)

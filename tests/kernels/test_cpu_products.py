@@ -130,7 +130,7 @@ def test_no_instruction_is_used_that_is_not_asked_for(isa: Isa) -> None:
     row_code = pytest.importorskip("kernels.cpu.row_code", exc_type=ImportError)
     module = code.Module(isa)
     row_code._write_find(code.Code(module, "find", row_code._FIND))
-    text = code.machine(isa).emit_assembly(code.made(module))
+    text = code.machine(isa).emit_assembly(code.optimized(module))
     assert "vcvtps2ph" in text and "vcvtss2sh" not in text
 
 
