@@ -49,7 +49,7 @@ class TileConfig:
         keys: keys in a step; a power of two, at least 16.
         num_warps: 4 or 8 with at least 64 rows uses the tensor cores of a whole warp group.
         num_stages: key tiles in flight, plus the one being processed.
-        span: least steps of a split, so that short contexts use fewer splits.
+        span: fewest steps of a split, so that short contexts use fewer splits.
     """
 
     rows: int

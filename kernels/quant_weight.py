@@ -10,7 +10,7 @@ from torch import Tensor
 MAX_PIECE = 128
 """Most columns of a piece."""
 MIN_PIECE = 32
-"""Least columns of a piece that kernels take: two tensor core instructions."""
+"""Fewest columns of a piece that kernels take: two tensor core instructions."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -40,7 +40,7 @@ class RingConfig:
 
 
 RING_WEIGHTS = 16_000_000
-"""Least weights of matrices that use rings in every format."""
+"""Fewest weights of matrices that use rings in every format."""
 _MOST_WEIGHTS = 128_000_000
 """Most weights of matrices that use rings in every format; output matrices are larger."""
 _MOST_LARGE_WEIGHTS = 256_000_000
@@ -48,8 +48,8 @@ _LARGE_ROWS = {16: 32, 8: 16}
 """Most rows, by bits of a weight, for which gate and up of up to _MOST_LARGE_WEIGHTS, as in half of a 70B model, use
 rings if all tiles run at once. With more rows kernels.jit.gemm was as fast in fp8; groups were not tried."""
 _LEAST_WEIGHTS = {16: 6_000_000, 8: 4_000_000, 4: 4_000_000}
-"""Least weights, by bits of a weight, of smaller matrices that use rings, measured on an H200: int4 and fp8 blocks only
-for up to BY_WARP_ROWS rows, gate and up only in two bytes. With 4 million two-byte weights a ring is no faster."""
+"""Fewest weights, by bits of a weight, of smaller matrices that use rings, measured on an H200: int4 and fp8 blocks
+only for up to BY_WARP_ROWS rows, gate and up only in two bytes. With 4 million two-byte weights a ring is no faster."""
 _RING_ROWS = {16: 64, 8: 64, 4: 16}
 """Most rows, by bits of a weight, for which rings were faster than kernels.jit.gemm."""
 _RING_ROWS_OF_GROUPS = 16
@@ -58,11 +58,11 @@ _BUSY = 0.7
 """Least share of the programs that can run at once; with fewer programs, all steps are shared evenly instead."""
 _LEAST_STEPS = 4
 _LEAST_WIDE_STEPS = 16
-"""Least steps of a program where a tile of two-byte weights is split."""
+"""Fewest steps of a program where a tile of two-byte weights is split."""
 _LEAST_CODES = 2048
-"""Least columns of codes of a program where a tile is split and a processor has one program."""
+"""Fewest columns of codes of a program where a tile is split and a processor has one program."""
 _LEAST_PROGRAMS, _MOST_CODES = 32, 4096
-"""Least programs of a matrix of codes, and most columns of each, if programs are fewer than _BUSY processors."""
+"""Fewest programs of a matrix of codes, and most columns of each, if less than _BUSY of the processors are used."""
 _ONE_WAVE_COLUMNS = 4096
 """Most columns of gate and up in eight bits, with all tiles running at once, for which long rings of whole tiles were
 faster: for more than 16 rows, and in blocks for up to BY_WARP_ROWS. With 8,192 columns they were not."""
@@ -73,9 +73,9 @@ one token take an H200 2.25 ms this way, and 2.35 ms with the output's tiles spl
 on one of two ranks; 3.88 and 3.91 ms for the whole model. For 1B they take 1.38 ms with the tiles of down split in
 four, and 1.47 ms in two."""
 _LONG_CODES, _LONG_CODES_OF_FEW = 12_288, 7168
-"""Least columns for which a second program a processor outweighs its additional sums; the latter for up to 16 rows."""
+"""Fewest columns for which a second program a processor outweighs its additional sums; the latter for up to 16 rows."""
 _LEAST_EVEN = 8_000_000
-"""Least codes for which even stretches by warp are faster than whole tiles, for up to BY_WARP_ROWS rows."""
+"""Fewest codes for which even stretches by warp are faster than whole tiles, for up to BY_WARP_ROWS rows."""
 
 
 def choose_ring(

@@ -278,7 +278,7 @@ def _check_angles(shape: StackShape, positions: Tensor, own_slots: Tensor, angle
 def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared: int) -> tuple[dict[str, int], int]:
     """Return offsets of the parts of a thread's own memory after normed rows, and of the last part, the scores.
 
-    Scores take a line for each key. `more_prepared`: least bytes of prepared rows.
+    Scores take a line for each key. `more_prepared`: minimum bytes of prepared rows.
     """
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
