@@ -177,7 +177,7 @@ class GraphPool(Generic[Shape]):
 
     def _tell(self, shapes: Sequence[Shape]) -> None:
         """If other processes compile, have them start on the kernels of all shapes."""
-        with tell_launches() as num_told:
+        with compile_ahead() as num_told:
             if num_told is None:
                 return
             for shape in shapes:

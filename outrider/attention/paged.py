@@ -74,7 +74,7 @@ class TreeBuffers:
     """Device memory for KV slots, ancestor masks and paths of a round's trees; all replays of a graph share it."""
 
     def __init__(self, max_tokens: int, max_path: int, device: torch.device) -> None:
-        # Zeros, because a pass without launches (kernels.compiling.tell_launches) still writes to these slots.
+        # Zeros, because a pass without launches (kernels.compiling.compile_ahead) still writes to these slots.
         self._slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._mask = torch.zeros(max_tokens * -(-max_tokens // 32), dtype=torch.int32, device=device)
         self._path = torch.zeros(max_tokens, max_path, dtype=torch.int32, device=device)
