@@ -1,6 +1,6 @@
 """Frames between the door and the engine process: `FromDoor` goes to the engine, `FromEngine` to the door. Torch-free.
 
-How they are cut and packed, and the frames of every engine's start and end, are in `outrider.host.frames`.
+`outrider.host.frames` has their framing and encoding, and the frames that start and stop any engine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from outrider.tree.handshake import Terms
 
 ENGINE_FAILED = "the verify engine failed; the service restarts"
 ENGINE_STOPPED = "the verify service stopped before the answer was complete"
-"""What unfinished requests are told, by the engine or, if its process died, by the door. UNAVAILABLE, as for a service
-that is gone: what has no token yet is tried elsewhere."""
+"""Messages to unfinished requests, from the engine or, if its process died, from the door. Their status is UNAVAILABLE,
+as for a service that is gone, so that requests without a token yet are tried elsewhere."""
 
 
 class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
@@ -45,10 +45,10 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     token_ids_hash: str = ""
     """See outrider.models.store_folder.hash_token_ids."""
     drafters: tuple[str, ...] = ()
-    """What drafts with verify, after what could not be used was left out."""
+    """Drafters that run in this service; unusable ones are left out."""
 
     def hello(self) -> Hello:
-        """What a draft is told of it."""
+        """Return the hello that describes the model to a draft."""
         info = self.info
         return Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -63,23 +63,23 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundFigures(NamedTuple):
-    """How a round went; times in seconds."""
+    """Measurements of a round; times in seconds."""
 
     seconds: float
     held: float
-    """How long it was held for drafts before."""
+    """How long the round was held for drafts before its launch."""
     gap: float | None = None
-    """How long the device had nothing to do before it, holding aside; None after a pause."""
+    """How long the device was idle before the round, holds aside; None after a pause."""
     gpu: float | None = None
-    """How long the device worked on it; None where nobody measures."""
+    """How long the device worked on the round; None where that is not measured."""
     ready: int | None = None
-    """Nodes that it would have taken without any hold; None if no draft serves its requests."""
+    """Nodes that the round would have taken without a hold; None if no draft serves its requests."""
     answers: Sequence[float] = ()
-    """How long each of the drafts' answers took since the round before."""
+    """How long each draft answer took that came since the round before."""
     drafting: float | None = None
     """How long the device drafted behind the round before; None where it did not."""
     resting: bool = False
-    """Whether the drafts that serve its requests were left out, since rounds are faster so."""
+    """Whether the round left out the drafts that serve its requests, because plain rounds are faster."""
 
 
 class RoundReport(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +95,7 @@ class RoundReport(msgspec.Struct, frozen=True, array_like=True):
     num_failed: int
     figures: RoundFigures
     num_grown: int = 0
-    """Nodes of these that grew inside rounds."""
+    """How many of `num_nodes` grew inside rounds."""
     num_grown_accepted: int = 0
 
 
@@ -104,9 +104,9 @@ class DraftStatus(msgspec.Struct, frozen=True, array_like=True):
 
     address: str
     healthy: bool
-    """Whether it answers in time."""
+    """Whether the draft answers in time."""
     answer_seconds: float
-    """Usual time of an answer to a commit."""
+    """Typical time of an answer to a commit."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -127,24 +127,24 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     graphs_pending: int = 0
     """Graphs of rounds that are still to be captured before a draft gets features."""
     drafts_waiting: int = 0
-    """Connected drafts that will get features and cannot yet."""
+    """Connected drafts that are to get features but do not get any yet."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """door -> engine: a request that was let in, under a number that the door never uses again."""
+    """door -> engine: an admitted request, under a number that the door never reuses."""
 
     number: int
     request: GenerationRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """door -> engine: the request shall end without another word but `EngineUpdates.ended`."""
+    """door -> engine: end the request; `EngineUpdates.ended` is the only answer."""
 
     number: int
 
 
 class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """door -> engine: a session with a draft service began, under a number that is never used again."""
+    """door -> engine: a session with a draft service began, under a number that is never reused."""
 
     session: int
     address: str
@@ -152,12 +152,12 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
+    """door -> engine: messages of a draft, and when they arrived, in seconds of the machine's monotonic clock."""
 
     session: int
     arrived_at: float
     weight: int
-    """Comes back in `EngineUpdates.read` when the engine has taken it."""
+    """Returned in `EngineUpdates.read` when the engine has taken the messages."""
     messages: list[DraftMessage]
 
 
@@ -166,34 +166,34 @@ class FeatureStreamAccepted(msgspec.Struct, frozen=True, array_like=True, tag=8)
 
     session: int
     window: int
-    """Bytes that the draft allows to be under way; 0 for any number."""
+    """Bytes that the draft allows in flight; 0 for any number."""
     uses_ring: bool = False
 
 
 class FeatureStreamReleased(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """door -> engine: a draft has released features."""
+    """door -> engine: a draft has released all features up to message `through`."""
 
     session: int
     through: int
 
 
 class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """door -> engine: next bytes of the projection that a session offers; `FeatureStreamAccepted` follows the last."""
+    """door -> engine: the next bytes of a session's projection; `FeatureStreamAccepted` follows the last ones."""
 
     session: int
     part: ProjectionPart
 
 
 class EngineUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """engine -> door: all that gathered since the last one; nearly always one round's."""
+    """engine -> door: everything gathered since the last such frame, nearly always from one round."""
 
     updates: list[tuple[int, GenerationUpdate]]
-    """By the request's number."""
+    """Updates with the numbers of their requests."""
     ended: list[int]
     """Cancelled requests that have left the engine."""
     rounds: list[RoundReport]
     read: dict[int, int]
-    """Weight of the messages taken, by draft session."""
+    """Weight of the messages that the engine has taken, by draft session."""
     snapshot: Snapshot | None
 
 

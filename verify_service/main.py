@@ -32,7 +32,7 @@ _logger = get_logger(__name__)
 SERVICE = "outrider.v1.VerifyService"
 ENGINE_MODULE = "verify_service.engine.worker"
 LAST_WORDS_SECONDS = 2.0
-"""How long answers that were ended may take to reach their clients with their status. They end by themselves."""
+"""Extra time after a drain for cut-off answers to deliver their status; the server stops as soon as they have."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
     options.check()
     switch_threads_often()
-    # Before the model is loaded, which may take minutes.
+    # Fail on these before the model is loaded, which may take minutes.
     server_options, token = door_options(options, options.read_auth_tokens()), peer_token(options, "draft")
     dial = partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
     check_free(options.address)
@@ -102,7 +102,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
 
 
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:
-    """Stop the server; answers that are not done after so many seconds are ended, and their callers told why."""
+    """Stop the server. Answers still running after `seconds` are ended, and their callers are told why."""
     if seconds:
         _logger.info("draining for at most %g s; requests: %d", seconds, engine.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + LAST_WORDS_SECONDS))
@@ -116,9 +116,9 @@ async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) 
 async def start_engine(
     options: VerifyOptions, on_round: Callable[[RoundReport], None]
 ) -> tuple[EngineProcess[TargetProfile], RemoteVerifyEngine]:
-    """Start the engine process and have it load its model; it is not ready yet. Call it on the main thread."""
+    """Start the engine process, which then loads its model; it is not ready yet. Call this on the main thread."""
     engine = RemoteVerifyEngine(on_round)
-    # The engine opens no door and calls nobody: it needs no tokens.
+    # The engine neither listens nor dials, so it needs no tokens.
     process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token="", draft_auth_token=""), engine)
     return process, engine
 

@@ -1,4 +1,4 @@
-"""From a request on the wire to one that the engine may trust, its grammar tried in a process apart. Torch-free."""
+"""Turns a request on the wire into one that the engine can trust; separate processes try its grammar. Torch-free."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Admission:
     speculation: bool
 
     def admit(self, message: verify_pb2.VerifyServiceGenerateRequest) -> GenerationRequest:
-        """A request ready for the engine.
+        """Return a request ready for the engine.
 
         Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
         """
@@ -93,7 +93,7 @@ class Admission:
         )
 
     def _check_grammar(self, grammar: Grammar, ignore_eos: bool) -> None:
-        """Whether it can be compiled is seen later, by GrammarChecker."""
+        """Check all that can be checked without compiling; GrammarChecker does that later."""
         check_grammar(grammar)
         if ignore_eos:
             raise InvalidRequestError(
@@ -167,7 +167,7 @@ CHECK_SECONDS = 5.0
 """How long a grammar may take to be compiled and tried."""
 START_SECONDS = 60.0
 _NUM_PROCESSES = 2
-"""So that one client's slow grammar does not hold up all others'."""
+"""More than one, so that one client's slow grammar does not hold up all others."""
 _MAX_WAITING = 64
 _MAX_VERDICTS = 1024
 _AGAIN = "send a smaller one, or try again later"
@@ -179,28 +179,28 @@ log = get_logger(__name__)
 
 
 class GrammarChecker:
-    """Says which grammars can be used. Processes start with the first one; verdicts are kept, as many as fit.
+    """Tells whether grammars can be used. Processes start with the first grammar; the latest verdicts are cached.
 
-    The event loop uses it.
+    Use it from the event loop.
     """
 
     def __init__(self, folder: str, vocab_size: int, end_ids: Sequence[int], seconds: float = CHECK_SECONDS) -> None:
-        """`folder`: of the model, which holds the tokenizer."""
+        """`folder`: the model's folder, which holds the tokenizer."""
         command = [sys.executable, "-m", _MODULE, folder, str(vocab_size), *map(str, end_ids)]
         self._sandboxes = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
         self._idle = list(self._sandboxes)
         self._turns: dict[str, dict[str, None]] = {}
         """Digests of grammars that wait for a process, by API key; the first key has the next turn."""
         self._places: dict[str, asyncio.Future[Sandbox]] = {}
-        """The process of each of them, by its digest."""
+        """The process that each of these grammars will get, by digest."""
         self._checks: OrderedDict[str, asyncio.Task[Verdict]] = OrderedDict()
-        """By the grammar's digest: those under way, and those whose verdict lasts; the oldest first."""
+        """Running checks, and those with a lasting verdict, by grammar digest; the least recently used first."""
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Raise InvalidGrammarError for a grammar that cannot be used, OverloadedError if too many wait for this.
+        """Raise InvalidGrammarError for a grammar that cannot be used, OverloadedError if too many wait for a check.
 
-        One check serves all who ask for it; it goes on when one of them goes away. API keys take turns, and none takes
-        all places: `client` begins with the key.
+        All callers with the same grammar share one check, which goes on when one of them leaves. API keys take turns,
+        and none can take all places; `client` begins with the key.
         """
         key, digest = client.partition("/")[0], grammar.digest
         check = self._checks.get(digest)
@@ -209,7 +209,7 @@ class GrammarChecker:
             place = self._places[digest] = asyncio.get_running_loop().create_future()
             check = self._checks[digest] = asyncio.create_task(self._run(grammar, place))
             check.add_done_callback(partial(self._ended, digest))
-        if digest in self._places:  # also where another key asked for it, whose turn may come later
+        if digest in self._places:  # even if another key has asked already: its turn may come later
             self._turns.setdefault(key, {})[digest] = None
             self._hand_out()
         self._checks.move_to_end(digest)
@@ -225,18 +225,18 @@ class GrammarChecker:
             await sandbox.close()
 
     def _ended(self, digest: str, check: asyncio.Task[Verdict]) -> None:
-        """Keep a verdict that lasts, and no more than fit."""
+        """Forget a check without a lasting verdict, and the oldest checks above the limit."""
         if check.cancelled() or check.exception() is not None or not check.result().lasting:
             self._checks.pop(digest, None)
         while len(self._checks) > _MAX_VERDICTS:
             self._checks.popitem(last=False)
 
     def _check_places(self, key: str) -> None:
-        """Raise OverloadedError if there is no place for a grammar more, or none for this key beside the others'."""
+        """Raise OverloadedError if there is no place left for another grammar, or none in this key's share."""
         num_waiting = sum(not one.done() for one in self._checks.values())
         if num_waiting >= _MAX_WAITING:
             raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
-        # One more than there are, lest a key that is alone leave nothing for the next one.
+        # At least two shares, so that a lone key leaves places for the next one.
         share = _MAX_WAITING // max(2, len({*self._turns, key}))
         if num_waiting >= _MAX_WAITING - _MAX_WAITING // 4 and len(self._turns.get(key, ())) >= share:
             raise OverloadedError(
@@ -245,7 +245,7 @@ class GrammarChecker:
             )
 
     def _hand_out(self) -> None:
-        """Give idle processes to grammars that wait, one API key after the other."""
+        """Give idle processes to waiting grammars, one API key after the other."""
         while self._idle and self._turns:
             key = next(iter(self._turns))
             digests = self._turns.pop(key)
@@ -267,7 +267,7 @@ class GrammarChecker:
 
 
 class Sandbox:
-    """One process that judges a grammar at a time; started when needed, and anew after one that broke it."""
+    """A process that judges one grammar at a time. It starts on demand, and again after a grammar that broke it."""
 
     def __init__(self, command: Sequence[str], seconds: float) -> None:
         self._command = command
@@ -275,7 +275,7 @@ class Sandbox:
         self._process: Process | None = None
 
     async def judge(self, grammar: Grammar) -> Verdict:
-        """What the process says, or that the grammar was too much for it. Raises InternalError if none starts."""
+        """Return a verdict, also if it takes too much time or memory. Raises InternalError if no process starts."""
         process = await self._started()
         try:
             async with asyncio.timeout(self._seconds):
@@ -287,7 +287,7 @@ class Sandbox:
             await self.close()
             return Verdict("takes too much memory to compile", _AGAIN, lasting=False)
         except asyncio.CancelledError:
-            # Its answer would be taken for the next one's.
+            # This grammar's answer would be taken for the next one's.
             await self.close()
             raise
         return msgspec.msgpack.decode(body, type=Verdict)
@@ -312,7 +312,7 @@ class Sandbox:
             raise InternalError("the process that compiles grammars does not start") from None
 
     async def _start(self) -> Process:
-        """Raises one of _NOT_STARTED."""
+        """Start the process and wait until it is ready. Raises one of _NOT_STARTED."""
         self._process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         try:
             async with asyncio.timeout(START_SECONDS):

@@ -1,4 +1,4 @@
-"""Dials draft services, again and again: shakes hands, and hands each session to the engine."""
+"""Dials draft services, redials lost ones, shakes hands, and passes each session to the engine."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ log = get_logger(__name__)
 HELLO_SECONDS = 3.0
 """How long a draft may take to answer a hello."""
 RETRY_SECONDS = 0.5
-"""The pause before the next dial after a session that ended without a failure, and the first one after a failure."""
+"""Pause before the next dial after a session that ended without a failure, and first pause after a failure."""
 MAX_RETRY_SECONDS = 2.0
-"""The longest pause: it doubles with each failure, until a session has lasted as long as that. A draft that is well
-again is in use within 5 seconds: nothing tells that it was replaced, or mended, but the next dial."""
+"""Longest pause. Pauses double with each failure, and start over after an attempt that lasted this long. A draft that
+has recovered is in use within 5 seconds: only the next dial shows that it was repaired or replaced."""
 AWAY_LOG_SECONDS = 5.0
-"""How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
+"""How long a draft may be unreachable before that is logged: one that starts along with verify is so at first."""
 AWAY_REPEAT_SECONDS = 600.0
-"""From a line that says so to the next with the same reason; another reason is told after AWAY_LOG_SECONDS."""
+"""Time between two such log lines with the same reason; another reason is logged after AWAY_LOG_SECONDS."""
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED: " (--draft-auth-token-file)",
     grpc.StatusCode.FAILED_PRECONDITION: "",
 }
-"""Statuses with which a draft says that it does not take us, and what is added to its words. The latter is that of
-`HandshakeError`: the draft reads our hello first, so mostly it is the one to find that the two do not fit."""
+"""Statuses with which a draft refuses us, and a hint to add to its message. The second is the status of
+`HandshakeError`: the draft reads our hello first, so it is mostly the one to find that the two do not fit."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 
 
 class DraftDialer:
-    """Keeps a session with one draft service open, again and again until cancelled."""
+    """Keeps a session with one draft service open, and reopens it until cancelled."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class DraftDialer:
         self._engine = engine
         self._sleep = sleep
         self._failure_pause = RETRY_SECONDS
-        """Seconds before the next dial after one that fails."""
+        """Seconds to pause after the next dial that fails."""
         self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS)
         self._features_failed = False
         self._failure = ""
-        """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
+        """Why the last dial failed or its session ended; logged once while it stays the same."""
         self._told_away_at: float | None = None
-        """When it was logged last, or first found, that the draft cannot be reached; None while it can be, or says why
-        not itself."""
+        """When the draft was last logged, or first found, to be unreachable; None while it is reachable, or refuses us
+        itself."""
         self._told_away: set[str] = set()
-        """The reasons that were logged since, without their numbers."""
+        """Reasons logged since the draft became unreachable, with their digits removed."""
         self.wanted = True
         """Whether to dial again when a session has ended."""
 
@@ -85,7 +85,7 @@ class DraftDialer:
             try:
                 await self._converse()
             except asyncio.CancelledError:
-                # A call that the other side or `reset` cancelled looks the same; only the task knows.
+                # A call that the other side or `reset` cancelled looks the same; only the task can tell.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
             except (ConfigError, HandshakeError) as error:
@@ -102,7 +102,7 @@ class DraftDialer:
                 else:
                     self._tell_away(reason or "it does not say why")
             except Exception as error:
-                # Without this task speculation would never come back.
+                # If this task ended, speculation would never come back.
                 failure = repr(error)
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
@@ -118,7 +118,7 @@ class DraftDialer:
                 await self._sleep(RETRY_SECONDS)
 
     def _tell_away(self, reason: str) -> None:
-        """Log why the draft cannot be reached, at once if it was there, else after a while, and each reason seldom."""
+        """Log why the draft is unreachable: at once if it was connected, else after a while; repeat reasons rarely."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if self.state == "connected":
             log.warning("draft %s is away: %s", self.address, reason)
@@ -142,7 +142,7 @@ class DraftDialer:
             log.info("draft %s is connected", self.address)
             self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
-            # A session that can only read would go silent, and all of its requests with it.
+            # A session that can only read would go silent, along with all of its requests.
             writer.add_done_callback(lambda _: call.cancel())
             try:
                 await session.read()
@@ -178,11 +178,11 @@ class DraftDialers:
         self._tasks: dict[DraftDialer, asyncio.Task[None]] = {}
 
     def __bool__(self) -> bool:
-        """Whether drafts are configured, there or not."""
+        """Whether drafts are configured, reachable or not."""
         return bool(self._addresses)
 
     def __iter__(self) -> Iterator[DraftDialer]:
-        """Those at work now."""
+        """Iterate over the dialers at work now."""
         return iter(tuple(self._tasks))
 
     async def run(self) -> None:
@@ -198,7 +198,7 @@ class DraftDialers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, addresses: Collection[str]) -> None:
-        """Dial these and no others. The session with another one goes on until the draft ends it, drained."""
+        """Dial these addresses and no others. A session with another one goes on until its draft, drained, ends it."""
         dialers = {dialer.address: dialer for dialer in self}
         for address in addresses:
             if address not in dialers:

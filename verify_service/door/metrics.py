@@ -16,8 +16,8 @@ from verify_service.door.dialer import DraftDialer
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.frames import RoundReport
 
-# The last bound of each is beyond what options and machines bring (docs/operations.md, Histograms): an outlier without
-# a bound above it would tell no more than that it was long.
+# The last bound of each is beyond what options and machines produce (docs/operations.md, Histograms): an outlier above
+# all bounds would only be known to be large.
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, 1025)
 _SECONDS_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5, 10, 30, 120, 600),
@@ -26,7 +26,7 @@ _GAP_BUCKETS = (
     *(0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05),
     *(0.1, 0.25, 0.5, 1, 2.5, 10, 60),
 )
-# Closest where a round of an 8B model lies on a large GPU.
+# Finest around the time of an 8B model's round on a large GPU.
 _GPU_BUCKETS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.00425, 0.0045, 0.00475, 0.005, 0.0055, 0.006, 0.007, 0.008),
     *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 2.5, 10),
@@ -47,7 +47,7 @@ _WINDOW_SECONDS = 5.0
 
 
 class VerifyMetrics:
-    """Counts rounds as they happen; the state of the engine is read when somebody scrapes."""
+    """Counts rounds as they happen; the engine's state is read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -107,11 +107,11 @@ class VerifyMetrics:
         self._accepted_at = counter("accepted_tokens_per_position", "Draft tokens committed, by depth.", "position")
         self._failed = counter("failed_requests", "Requests that a round failed.")
         self.num_rejected = 0
-        """Tree nodes that were verified in vain."""
+        """Tree nodes that were verified but not accepted."""
         self._recent: deque[tuple[float, int]] = deque()
 
     def observe(self, report: RoundReport) -> None:
-        """A round was run."""
+        """Count a round."""
         figures, accepted, committed = report.figures, sum(report.accepted), sum(report.committed)
         self._rounds.inc()
         self._round_seconds.observe(figures.seconds)
@@ -145,7 +145,7 @@ class VerifyMetrics:
     @property
     def tokens_per_second(self) -> float:
         """Committed tokens per second over the last seconds."""
-        # Other threads ask: the event loop's alone takes anything out, and two takers could take the same entry.
+        # Other threads call this, too. Only the event loop's thread removes entries: two could remove the same one.
         horizon = time.monotonic() - _WINDOW_SECONDS
         return sum(count for at, count in list(self._recent) if at >= horizon) / _WINDOW_SECONDS
 
@@ -155,7 +155,7 @@ class VerifyMetrics:
         self.registry.register(_EngineState(engine, dialers, self, num_ranks))
 
     def _observe_drafts(self, report: RoundReport) -> None:
-        """How far the drafts were ahead of the round."""
+        """Count how far the drafts were ahead of a round."""
         figures = report.figures
         if figures.held > 0:
             self._held_rounds.inc()
@@ -171,7 +171,7 @@ class VerifyMetrics:
             return
         self._drafted_rounds.inc()
         self._ready_nodes.observe(figures.ready)
-        # Rounds without any nodes say nothing of how many would have paid.
+        # Rounds without any nodes do not show how many would have paid.
         if report.num_nodes:
             self._usual_nodes += (_USUAL_NODES_LEARN if self._usual_nodes else 1.0) * (
                 report.num_nodes - self._usual_nodes
@@ -186,7 +186,7 @@ class VerifyMetrics:
 
 @dataclass(frozen=True, eq=False)
 class _EngineState(Collector):
-    """What engine and drafts count themselves, read when somebody scrapes."""
+    """Figures that engine and drafts count themselves, read at each scrape."""
 
     engine: RemoteVerifyEngine
     dialers: Iterable[DraftDialer]
@@ -194,7 +194,7 @@ class _EngineState(Collector):
     num_ranks: int
 
     def collect(self) -> Iterator[Metric]:
-        """One family each."""
+        """Yield one family for each metric."""
         engine, snapshot, backlog = self.engine, self.engine.snapshot, self.engine.backlog
         for name, text, value in (
             ("running_requests", "Requests in rounds.", engine.num_running),
@@ -230,7 +230,7 @@ class _EngineState(Collector):
 
 
 def _family(name: str, text: str, label: str, values: Mapping[str, float], *, gauge: bool = False) -> Metric:
-    """A metric with a value for each value of one label; of the single value of a metric without labels."""
+    """Return a metric with a value for each value of `label`; without a label, `values` holds the only one."""
     kind = GaugeMetricFamily if gauge else CounterMetricFamily
     family = kind(f"outrider_verify_{name}", text, labels=[label] if label else [])
     for key, value in values.items():

@@ -57,7 +57,7 @@ Deliver = Callable[[GenerationUpdate], None]
 
 
 class Backlog:
-    """Requests that are unfinished, and prompt tokens of those that wait for their first token."""
+    """Unfinished requests, and the prompt tokens of those that wait for their first token."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_tokens = DEFAULT_MAX_TOKENS
@@ -69,24 +69,24 @@ class Backlog:
         self._max_unfinished = 0
         self._max_waiting = 0
         self._unfinished: dict[int, int] = {}
-        """Prompt tokens of each request that has no token, 0 for others, by its number."""
+        """By request number, the prompt tokens of requests without a token yet, and 0 for others."""
         self.num_tokens = 0
-        """Sum of these."""
+        """Prompt tokens of all requests without a token yet."""
         self._ended_at: float | None = None
         self._seconds_between_ends = 0.0
 
     def open(self, max_running: int, max_waiting: int) -> None:
-        """The engine is ready for so many requests."""
+        """Set the limits of an engine that has become ready."""
         self._max_unfinished = max_running + max_waiting
         self._max_waiting = max_waiting
 
     def admit(self, number: int, num_tokens: int) -> None:
-        """Take a request in. Raises OverloadedError, with the time after which a place may be free."""
+        """Count a request in. Raises OverloadedError if there is no place, with the time when one may be free."""
         if len(self._unfinished) >= self._max_unfinished:
             raise self._refusal(
                 "requests", f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
             )
-        # Alone it may be as long as the context allows: otherwise it could never be served.
+        # If no others wait, a prompt may have any length: otherwise a long one could never be served.
         if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:
             raise self._refusal(
                 "tokens",
@@ -97,20 +97,20 @@ class Backlog:
         self.num_tokens += num_tokens
 
     def began(self, number: int) -> None:
-        """A request has its first token."""
+        """Note that a request has its first token."""
         if num_tokens := self._unfinished.get(number):
             self.num_tokens -= num_tokens
             self._unfinished[number] = 0
 
     def ended(self, number: int) -> None:
-        """A request is over, however it ended."""
+        """Note that a request is over, however it ended."""
         if number not in self._unfinished:
             return
         self.num_tokens -= self._unfinished.pop(number)
         now = self._clock()
         if self._ended_at is not None:
             self._seconds_between_ends += _END_INTERVAL_LEARN * (now - self._ended_at - self._seconds_between_ends)
-        # Time in which nothing was asked tells nothing of how fast requests end.
+        # Idle time does not tell how fast requests end.
         self._ended_at = now if self._unfinished else None
 
     def _refusal(self, reason: str, message: str) -> OverloadedError:
@@ -126,7 +126,7 @@ class DraftStream(Protocol):
     number: int
     """Number under which the engine knows the session."""
     unread_weight: int
-    """Weight of its messages that the engine has not taken."""
+    """Weight of the draft's messages that the engine has not taken."""
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
@@ -138,13 +138,13 @@ class DraftStream(Protocol):
         """Queue features, in order."""
 
     def reset(self) -> None:
-        """End the session; it reports itself down, and up again when it is."""
+        """End the session; it is reported down, and up again once it is reopened."""
 
 
 class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
-    `on_round` is told of every round.
+    `on_round` is called with the report of every round.
     """
 
     SILENCE = "no round has ended"
@@ -156,7 +156,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self._on_round = on_round
         self._numbers = itertools.count(1)
         self._answers: dict[int, Deliver | None] = {}
-        """Requests that the engine has not ended yet; None where nobody listens any more."""
+        """Listeners of the requests that the engine has not ended yet; None for one that was cancelled."""
         self.backlog = Backlog()
         self._sessions: dict[int, DraftStream] = {}
 
@@ -200,7 +200,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self.send(Cancel(number))
 
     def end_answers(self, reason: OutriderError) -> int:
-        """End every request, telling who waits for it why; returns how many those are."""
+        """End every request and tell its caller why; returns how many were told."""
         heard = {number: deliver for number, deliver in self._answers.items() if deliver is not None}
         for number, deliver in heard.items():
             self.cancel(number)
@@ -208,44 +208,44 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         return len(heard)
 
     def expects_sign(self) -> bool:
-        """See EngineConnection: it tells of every round, and of the end of every request."""
+        """See EngineConnection: with requests, the engine reports every round, and the end of every request."""
         return bool(self._answers)
 
     def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
-        """A session with a draft service began."""
+        """Tell the engine that a session with a draft service began."""
         stream.number, stream.unread_weight = next(self._numbers), 0
         self._sessions[stream.number] = stream
         self.send(DraftUp(stream.number, stream.address, terms or Terms()))
 
     def draft_disconnected(self, stream: DraftStream) -> None:
-        """A session with a draft service ended."""
+        """Tell the engine that a session with a draft service ended."""
         del self._sessions[stream.number]
         self.send(SessionDown(stream.number))
 
     def draft_received(self, stream: DraftStream, messages: list[DraftMessage]) -> None:
-        """A draft service sent messages. One that sends more than it has credit for loses its session."""
+        """Pass on a draft's messages. One that floods the engine (`MAX_UNREAD_DRAFT_WEIGHT`) loses its session."""
         weight = unread_weight(messages)
         if stream.unread_weight + weight > MAX_UNREAD_DRAFT_WEIGHT:
             log.warning("draft %s floods the engine; its session is reset", stream.address)
             stream.reset()
             return
         stream.unread_weight += weight
-        # A hello in mid-stream is there for the engine to count, whatever it says.
+        # The engine only counts a hello in mid-stream, whatever it says.
         messages = [Hello(0, 0) if isinstance(message, Hello) else message for message in messages]
-        # They may lie unread for a whole round, which is no fault of the draft.
+        # Note the time: messages may lie unread for a whole round, which is not the draft's fault.
         self.send(FromDraft(stream.number, time.monotonic(), weight, messages))
 
     async def features_projection(self, stream: DraftStream, part: ProjectionPart) -> None:
-        """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
+        """Send the next part of a session's projection; returns when most of it has left, to give others their turn."""
         self.send(ProjectionFrame(stream.number, part))
         await self.writable()
 
     def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
-        """The features stream of a session is open, and its projection was told if it was wanted."""
+        """Tell the engine that a session's features stream is open, after its projection if that was wanted."""
         self.send(FeatureStreamAccepted(stream.number, window, uses_ring))
 
     def features_released(self, stream: DraftStream, through: int) -> None:
-        """A draft is done with features that it was sent."""
+        """Tell the engine that a draft has released all features up to message `through`."""
         self.send(FeatureStreamReleased(stream.number, through))
 
     def on_ready(self, served: TargetProfile) -> None:
@@ -253,7 +253,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self.backlog.open(served.max_running, served.max_waiting)
 
     def on_lost(self) -> None:
-        """Everybody who waits is told."""
+        """Tell the callers of all unfinished requests."""
         reason = UnavailableError(ENGINE_STOPPED if self.stopping else ENGINE_FAILED)
         answers, self._answers = self._answers, {}
         for deliver in answers.values():
@@ -266,7 +266,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self._deliver(frame)
             return
         stream = self._sessions.get(frame.session)
-        if stream is None:  # it has ended meanwhile
+        if stream is None:  # the session has ended meanwhile
             return
         match frame:
             case FromVerify():
@@ -302,9 +302,9 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
 
 
 def unread_weight(messages: Sequence[DraftMessage]) -> int:
-    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each.
+    """Return the weight of a draft's messages: 16 for each, and 1 for each of its nodes or characters.
 
-    A Grow counts for its longest array: where they differ it is malformed, and yet it lies there.
+    A Grow counts by its longest array: if the lengths differ it is malformed, but takes memory all the same.
     """
     return sum(16 + _length(message) for message in messages)
 

@@ -21,16 +21,16 @@ from verify_service.door.remote import RemoteVerifyEngine
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_UNREAD_WEIGHT = 2 << 20
-"""Weight of what may lie unread of one answer; some tens of megabytes."""
+"""Largest weight of the unread updates of one answer; some tens of megabytes."""
 _MAX_MESSAGE_WEIGHT = 1 << 18
-"""Weight of what is sent in one message, which is far below the limit of a message then."""
+"""Weight from which a message is full, which keeps it far below the size limit of messages."""
 _TOKEN_WEIGHT = 8
 _MESSAGE_SECONDS = 200e-6
-"""About what a message costs a gateway's process with its sockets (benchmarks/notes/cpu.md). Of many
-answers at once more messages than that would only wait for it, and tokens that come together cost it less."""
+"""Rough cost of a message in a gateway's process, sockets included (benchmarks/notes/cpu.md). With many answers at
+once, more messages would only wait for the gateway, and tokens that come together cost it less."""
 
 _LAST_READ_SECONDS = 1.0
-"""That a caller gets to read the end of its answer while the service drains."""
+"""Time that a caller gets to read the end of its answer while the service drains."""
 
 
 @dataclass(eq=False, repr=False)
@@ -44,12 +44,12 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     stall_seconds: float = 120.0
     """How long a gateway may leave an answer unread."""
     grammars: GrammarChecker | None = None
-    """Tries them before the engine."""
+    """Tries grammars before the engine gets them."""
     draining: bool = False
     """While set, new requests are refused."""
 
     async def Generate(self, request: verify_pb2.VerifyServiceGenerateRequest, context: Context) -> None:
-        """Stream committed tokens. However the call ends, the request leaves the engine with it."""
+        """Stream committed tokens. The request leaves the engine with the call, however that ends."""
         if self.draining:
             raise UnavailableError("the verify service is draining; send the request to another replica")
         outbox = Outbox(self.stall_seconds)
@@ -58,7 +58,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             await self.grammars.check(admitted.sampling.grammar, admitted.client)
         number = self.engine.submit(admitted, outbox.put)
         try:
-            # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
+            # Not with the first message: if that carried the metadata and was given up, no status could follow.
             await context.send_initial_metadata(())
             last = False
             while not last:
@@ -77,28 +77,28 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             self.engine.cancel(number)
 
     async def _until_read(self) -> None:
-        # A connection of a server that stops closes with its last call, and takes along what a busy caller has not
-        # read yet. A gateway hangs up when it has the end of its answer, which ends this wait.
+        # A stopping server closes a connection with its last call, and a busy caller loses what it has not read yet.
+        # A gateway hangs up when it has the end of its answer, which ends this wait.
         if self.draining:
             await asyncio.sleep(_LAST_READ_SECONDS)
 
     async def GetInfo(
         self, request: verify_pb2.VerifyServiceGetInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetInfoResponse:
-        """The model and its limits."""
+        """Return the model and its limits."""
         return INFO.encode(self.info)
 
     async def GetLoad(
         self, request: verify_pb2.VerifyServiceGetLoadRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetLoadResponse:
-        """The present load."""
+        """Return the present load."""
         return LOAD.encode(self.load())
 
 
 class Outbox:
-    """Gathers updates while the one before them is being written. A reader that falls behind loses its answer.
+    """Gathers updates while the message before is being written. A reader that falls behind loses its answer.
 
-    Messages follow each other no sooner than `take` is told to. Used from one event loop.
+    Used from one event loop.
     """
 
     def __init__(self, stall_seconds: float, max_weight: int = MAX_UNREAD_WEIGHT) -> None:
@@ -109,12 +109,12 @@ class Outbox:
         self._weight = 0
         self._filled = asyncio.Event()
         self._next_time = 0.0
-        """Of the event loop's clock, from which the next message may go."""
+        """Earliest time for the next message, on the event loop's clock."""
         self._write_limit: asyncio.Timeout | None = None
         self.overflowed = False
 
     def put(self, update: GenerationUpdate) -> None:
-        """Leave an update."""
+        """Add an update."""
         if self.overflowed:
             return
         self._weight += _weight(update)
@@ -127,9 +127,9 @@ class Outbox:
                 self._write_limit.reschedule(asyncio.get_running_loop().time())
 
     async def take(self, interval: float = 0.0) -> Sequence[GenerationUpdate]:
-        """Updates for one message, after waiting for the first, and for `interval` seconds since the message before.
+        """Wait for an update, and for the interval after the message before; return the updates for one message.
 
-        Raises OverloadedError for a slow reader.
+        `interval`: seconds from this message to the next, at least. Raises OverloadedError for a slow reader.
         """
         await self._filled.wait()
         now = asyncio.get_running_loop().time
@@ -163,7 +163,7 @@ class Outbox:
 
 
 def _weight(update: GenerationUpdate) -> int:
-    """About how much memory an update takes: tokens and log-probabilities are objects, those of a prompt are arrays."""
+    """Estimate an update's memory: tokens and log-probabilities are objects, those of a prompt are arrays."""
     weight = 1 + len(update.token_ids) + sum(1 + len(entry.top) for entry in update.logprobs)
     weight += 4 * sum(len(tree.token_ids) for tree in update.round_trees)
     return weight * _TOKEN_WEIGHT + sum(

@@ -46,7 +46,7 @@ log = get_logger(__name__)
 MAX_QUEUED_MESSAGES = 4096
 """Messages that may wait to be written to a draft; with more its session is reset."""
 MAX_BATCH_BYTES = 1 << 20
-"""After a reconnect all requests are opened at once, each with all its tokens: too much for one message."""
+"""Limit for one message: after a reconnect all requests are opened at once, each with all its tokens."""
 
 FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
 SpeculateCall = grpc.aio.StreamStreamCall[
@@ -58,10 +58,10 @@ Dial = Callable[[str], grpc.aio.Channel]
 
 @dataclass(eq=False, repr=False)
 class FeatureUpload:
-    """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
+    """Sends features and receives releases until cancelled. Features that are queued when it writes share a message.
 
-    What waits here is bounded by its sender, which counts what the draft has not released; so nothing may be released
-    that was not written yet.
+    The sender bounds the queue by counting what the draft has not released, so a draft must not release anything that
+    was not written yet.
     """
 
     session: DraftSession
@@ -69,9 +69,9 @@ class FeatureUpload:
     reader: ProjectionReader | None
     """Checks the parts of the projection, if `begin` wants it."""
     _written: int = 0
-    """Number of the last features that the draft may have seen."""
+    """Sequence number of the last features that the draft may have seen."""
     _max_pieces: int = 1
-    """Of a message."""
+    """Most pieces in one message."""
     _queue: deque[Features] = field(default_factory=deque)
     _filled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,7 +81,7 @@ class FeatureUpload:
         self._filled.set()
 
     async def run(self) -> None:
-        """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
+        """Open the stream and serve it until either side ends it. Logs failures instead of raising them."""
         engine, channel = self.session.engine, self.session.dial(self.session.address)
         try:
             call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
@@ -114,7 +114,7 @@ class FeatureUpload:
             await channel.close()
 
     def _fits(self, accept: FeaturesAccept) -> bool:
-        """Whether the draft has agreed to no more and no less than it was asked for."""
+        """Whether the draft has accepted exactly what it was asked for."""
         return accept.projects == (self.reader is not None) and (self.begin.ring is not None or not accept.uses_ring)
 
     async def _read_projection(self, call: FeaturesCall, reader: ProjectionReader) -> None:
@@ -136,7 +136,7 @@ class FeatureUpload:
                 await call.write(encode_features(batch))
 
     def _next_batch(self) -> list[Features]:
-        """What goes out next: a round's features for all requests, as a rule."""
+        """Take the next message's features from the queue: as a rule those of one round, for all requests."""
         batch = [self._queue.popleft()]
         room = MAX_FEATURE_BYTES // self.begin.row_bytes - batch[0].count
         while self._queue and len(batch) < self._max_pieces and self._queue[0].count <= room:
@@ -146,7 +146,7 @@ class FeatureUpload:
 
 
 async def end_writer(writer: asyncio.Task[None]) -> None:
-    """End what writes to a call. Raises what it failed of, unless that is the call's end, or this task's."""
+    """Cancel a task that writes to a call. Raises its failure, unless the call has ended or this task is cancelled."""
     writer.cancel()
     (failure,) = await asyncio.gather(writer, return_exceptions=True)
     if not isinstance(failure, Exception) or isinstance(failure, grpc.aio.AioRpcError | asyncio.InvalidStateError):
@@ -156,20 +156,20 @@ async def end_writer(writer: asyncio.Task[None]) -> None:
 
 
 def _read(message: object) -> FeaturesResponse | None:
-    """What came in; None at the stream's end. Raises InvalidRequestError for what is no message of it."""
+    """Decode a message of the stream; None at its end. Raises InvalidRequestError for anything else."""
     if message is grpc.aio.EOF:
         return None
-    if message is None:  # grpc hands out None for bytes that are no message
+    if message is None:  # grpc returns None for bytes that are no message
         raise InvalidRequestError("event", "is no message")
     return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
 
 
 @dataclass(eq=False, repr=False)
 class DraftSession:
-    """An open stream.
+    """An open speculation stream.
 
-    Between two writes messages gather here: commits of one request that follow each other become one. More than
-    `MAX_QUEUED_MESSAGES` means that the draft does not read, and the session ends.
+    Messages gather here between two writes; consecutive commits of one request are merged. More than
+    `MAX_QUEUED_MESSAGES` mean that the draft does not read, and the session ends.
     """
 
     address: str
@@ -177,7 +177,7 @@ class DraftSession:
     terms: Terms
     engine: RemoteVerifyEngine
     malformed: ThrottledWarnings
-    """Logs what cannot be read."""
+    """Logs messages that cannot be read."""
     dial: Dial = open_channel
     """Opens the features stream's channel."""
     number: int = 0
@@ -202,7 +202,7 @@ class DraftSession:
         self._filled.set()
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's token. A session whose features stream ends is over, too."""
+        """Open the features stream, under the session's token. When it ends, the session is over, too."""
         begin = replace(begin, token=self.terms.features_token)
         reader = None
         if begin.wants_projection:
@@ -231,7 +231,7 @@ class DraftSession:
             await asyncio.gather(self._features_task, return_exceptions=True)
 
     async def write(self) -> None:
-        """Write what is queued until cancelled."""
+        """Write queued messages until cancelled."""
         while True:
             await self._filled.wait()
             self._filled.clear()
@@ -241,10 +241,10 @@ class DraftSession:
                 await self.call.write(encode_verify(batch))
 
     async def read(self) -> None:
-        """Pass on what comes in until the stream ends."""
+        """Pass incoming messages to the engine until the stream ends."""
         # read(), because grpc.aio refuses to iterate a call that the handshake has read from.
         while (batch := await self.call.read()) is not grpc.aio.EOF:
-            # grpc hands out None for bytes that are no message.
+            # grpc returns None for bytes that are no message.
             if batch is None:
                 self.malformed.warn("draft %s sent bytes that are no message, dropped", self.address)
                 continue
@@ -254,11 +254,11 @@ class DraftSession:
                 except InvalidRequestError as error:
                     self.malformed.warn("draft %s sent a malformed message, dropped: %s", self.address, error.message)
                 await asyncio.sleep(0)
-                if self._is_over:  # what is left of the batch is of no use, however long it is
+                if self._is_over:  # the rest of the batch is of no use, however long it is
                     return
 
     def _features_ended(self, task: asyncio.Task[None]) -> None:
-        # A stream that the draft cancelled looks as one that `close` did.
+        # A stream that the draft cancelled looks like one that `close` did.
         self.features_failed = not self._is_closing
         self.call.cancel()
 
@@ -277,7 +277,7 @@ class DraftSession:
 
 
 def _batches(messages: Sequence[VerifyMessage]) -> Iterator[Sequence[VerifyMessage]]:
-    """Messages in their order, in batches of about `MAX_BATCH_BYTES` at most; one that is longer goes alone."""
+    """Yield messages in order, in batches of at most about `MAX_BATCH_BYTES`; a longer message goes alone."""
     first = num_bytes = 0
     for index, message in enumerate(messages):
         size = _num_bytes(message)
@@ -290,7 +290,7 @@ def _batches(messages: Sequence[VerifyMessage]) -> Iterator[Sequence[VerifyMessa
 
 
 def _num_bytes(message: VerifyMessage) -> int:
-    """About what a message takes, and rather more."""
+    """Estimate the size of a message, rather too high than too low."""
     size = 128
     if isinstance(message, Open | Commit):
         size += 4 * len(message.token_ids)

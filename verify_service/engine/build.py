@@ -1,4 +1,4 @@
-"""An engine from options: model, KV memory, executor, cost model and limits; and what the door must know of it."""
+"""Builds an engine from options: model, KV memory, executor, cost model and limits; and its profile for the door."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ log = get_logger(__name__)
 
 
 def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
-    """An engine that has not run yet, and what the door is told of it. Raises ConfigError.
+    """Build an engine, ready to run, and its profile for the door. Raises ConfigError.
 
-    Loads and warms up what the options name, which takes from seconds to minutes.
+    Loading and warming up takes from seconds to minutes.
     """
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(choose_threads(options))
@@ -104,7 +104,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     )
     if ranks is not None:
         ranks.started()
-    # A collection at a time of its own choosing could fall between two rounds.
+    # An automatic garbage collection could fall between two rounds.
     disable_automatic_collection()
     return engine, served
 
@@ -116,9 +116,9 @@ def _colocated_draft(
     served: TargetProfile,
     vocabulary: GrammarVocabulary | None,
 ) -> ColocatedDraft | None:
-    """What drafts on the engine's thread, if the options name it: n-grams alone where the model beside them cannot.
+    """Return the draft on the engine's thread, if the options name one. Raises ConfigError.
 
-    Raises ConfigError.
+    If the draft model cannot be used and n-grams are named beside it, they draft alone.
     """
     if not options.speculative_algorithm or options.no_speculation:
         return None
@@ -144,7 +144,7 @@ def _colocated_draft(
 
 
 def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:
-    """The tokenizer as grammars see it; a model whose tokenizer the library cannot read is served without grammars."""
+    """Return the tokenizer as grammars see it; None, to refuse grammars, if the grammar library cannot read it."""
     try:
         return GrammarVocabulary.from_folder(path, vocab_size, end_ids)
     except ConfigError as error:
@@ -155,32 +155,32 @@ def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> 
 CPU_CHUNK = 256
 GPU_CHUNK = 2048
 DETERMINISTIC_CHUNK = 512
-"""Every prompt is padded to it, so that a large one would make short prompts wait."""
+"""Every prompt is padded to this size, so a larger one would make short prompts wait."""
 LOCKSTEP_HOLD_MS = 1000.0
-"""In lockstep a draft has this long to answer, if it is healthy."""
+"""How long a healthy draft has to answer in lockstep."""
 _FAR_CONTEXT = 16
-"""Cached tokens of a round that is timed to tell what they cost, in those of other rounds that are timed."""
+"""Cached tokens behind which a round is timed to find their cost, as a multiple of those behind other timed rounds."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     memory: Memory
     executor: Executor
     cost: CostModel
     limits: EngineLimits
     growth: RoundGrowth | None = None
-    """Decides on trees that grow inside rounds, if they do."""
+    """Decides on trees that grow inside rounds, if any do."""
 
 
 def choose_threads(options: VerifyOptions) -> int:
-    """Threads of a rank's forward."""
+    """Return the number of threads for a rank's forward."""
     return options.threads or max(usable_cores() // options.tensor_parallel_size, 1)
 
 
 def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
-    """The link of a rank's executor to the others; None on a CPU, where they meet at the model."""
+    """Return the link of a rank's executor to the other ranks; None on a CPU, where ranks meet at the model."""
     if model.device.type != "cuda" or not isinstance(model, CausalLM) or model.exchange is None:
         return None
     return RankLink(memory, model.exchange)
@@ -189,7 +189,7 @@ def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
 def following_executor(
     options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None, link: RankLink
 ) -> CudaExecutor:
-    """What another rank than 0 replays rounds with; `draft`: if that is cut, too. Raises ConfigError."""
+    """Return the executor of a rank above 0, which replays rounds; `draft`: if it is cut, too. Raises ConfigError."""
     tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, draft))
     num_pages = tokens // options.page_size
     limits = _limits(options, path, model, num_pages)
@@ -204,7 +204,7 @@ def build(
     draft: RoundDraft | None = None,
     link: RankLink | None = None,
 ) -> EngineParts:
-    """Everything else, warmed up and measured. Raises ConfigError."""
+    """Build an engine's parts around a loaded model, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (
         gpu_tokens(options, model, draft) if on_gpu else cpu_tokens(model.kv_bytes, options.tensor_parallel_size)
@@ -225,7 +225,7 @@ def build(
                 gpu.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
                 gpu.capture_drafting(lambda rows: node_counts(gpu, rows, is_chain))
             near, widths = CUDA_CONTEXT, gpu.buckets.widths
-            # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
+            # A padded round takes as long as its bucket, unless padding leaves most weights unread, as with experts.
             width_of = unpadded if model.has_experts and not options.deterministic else gpu.buckets.width
         else:
             executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
@@ -269,7 +269,7 @@ def _cuda_executor(
 
 
 def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool) -> Sequence[int]:
-    """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
+    """Return the numbers of nodes that fill rounds of `num_rows` requests up to a bucket, ascending."""
     most = min(executor.limits.max_nodes, MAX_CHOSEN)
     if is_chain:
         return (min(num_rows, most),) if most else ()
@@ -279,7 +279,7 @@ def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool) -> Sequen
 def round_growth(
     executor: CudaExecutor, memory: Memory, cost: CostModel, fixed: Growth | None = None, is_chain: bool = False
 ) -> RoundGrowth | None:
-    """What decides on trees that grow inside rounds, if the executor drafts; `fixed`: it always grows so much."""
+    """Return what decides on growth inside rounds; None if the executor does not draft. `fixed`: of every round."""
     drafts, buckets = executor.drafts, executor.buckets
     if drafts is None:
         return None
@@ -293,9 +293,9 @@ def round_growth(
 
 
 def attention_backend(name: str, model: LanguageModel, page_size: int) -> AttentionBackend:
-    """The backend that --attention-backend names. Raises ConfigError if it cannot run here."""
-    # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may have
-    # to be compiled first, and needs nvcc for that.
+    """Return the backend that --attention-backend names. Raises ConfigError if it cannot run here."""
+    # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may need
+    # to be compiled first, with nvcc.
     if name in ("auto", "triton"):
         return TritonAttention()
     config = model.config
@@ -305,7 +305,7 @@ def attention_backend(name: str, model: LanguageModel, page_size: int) -> Attent
 
 
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:
-    """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
+    """Return how many KV tokens fit in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + options.max_round_tokens
     reserve = rows * model.config.vocab_size * SCRATCH_BYTES
     if draft is None:
@@ -317,7 +317,7 @@ def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft |
 
 
 def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages: int) -> EngineLimits:
-    """A lone request must always fit, tree included, or preemption could not make room for it."""
+    """Return limits with which a lone request always fits, tree included: preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
     num_tokens = num_pages * options.page_size
     options.check_lengths(model.config.max_positions, num_tokens)
@@ -329,7 +329,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
             *(most, model.config.max_positions, num_tokens, options.max_draft_tokens),
         )
     limits = EngineLimits(
-        # Output matrices are often padded past the tokenizer; what has no text is never sampled.
+        # Output matrices are often padded past the tokenizer; tokens without text are never sampled.
         vocab_size=min(model.config.vocab_size, count_tokens(path)),
         context_length=options.context_length or most,
         max_running=options.max_running_requests,

@@ -39,45 +39,45 @@ _IDLE_POLL_SECONDS = 0.25
 """How often an engine without requests looks after its drafts."""
 
 _CALM_SECONDS = 0.25
-"""Without a round for so long, an engine takes up work that requests would wait for: clients often ask again soon."""
+"""Time without a round before an engine does work that would make requests wait: clients often ask again soon."""
 
 _AHEAD_SHARE = 0.5
-"""Part of a round's expected time after which the next one is launched, if it need not wait for this one's end: what
-has come by then is part of it."""
+"""Part of a round's expected time after which the next one is launched, if it need not wait for this one's end. The
+next round takes account of all messages that have come by then."""
 
 _DRAFT_WORK_SHARE = 0.1
 """Part of a round's expected time that a colocated draft may take before it for work that no round waits for."""
 
 _MAX_DEFERRED_ACTIONS = 2
-"""Actions for each request of a round, two requests at least, that may wait until the next one is launched.
+"""Most actions for each request of a round, counted as two at least, that may wait until the next round is launched.
 
 With more of them slow hosts would fall behind."""
 _NOTHING = Batch([], 0.0, 0)
 
 
 Action = Callable[[], None]
-"""What a message asks of the engine."""
+"""Something that a message asks the engine to do."""
 
 
 class VerifyInbox(Protocol):
     """Actions for the engine, in the order in which they came. The engine takes them between two rounds."""
 
     def post(self, action: Action) -> None:
-        """Leave an action."""
+        """Queue an action."""
 
     def take(self, timeout: float | None) -> list[Action]:
-        """All actions that have come since the last call; the engine runs them in order.
+        """Return all actions that have come since the last call; the engine runs them in order.
 
-        None does not wait; a number waits up to so many seconds for something to come, and returns as soon as it has.
+        `timeout`: seconds to wait, at most, for something to come; None does not wait.
         """
 
 
 class VerifyEngine:
-    """Runs rounds on one thread, which alone calls it: what a message asks through `submit`, `cancel` and `draft_*` is
-    done when the engine next takes its inbox.
+    """Runs rounds on one thread, which alone calls it. `submit`, `cancel` and `draft_*` leave actions in the inbox,
+    which the engine runs when it next takes them.
 
-    Between the end of a round and the launch of the next lies only what that launch needs: commit, plan, choice of
-    nodes. All that others are told, and all that others say, is dealt with while a round runs.
+    Between the end of a round and the launch of the next, the engine does only what that launch needs: commit, plan,
+    choice of nodes. It sends and handles all messages while a round runs.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class VerifyEngine:
         growth: RoundGrowth | None = None,
         colocated: ColocatedDraft | None = None,
     ) -> None:
-        """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused.
+        """`vocabulary`: the tokenizer as grammars see it; without it, requests with a grammar are refused.
 
-        `growth`: for an executor that drafts on its own device. `colocated`: drafts on the engine's thread, where
-        rounds wait for drafts without spinning.
+        `growth`: for an executor that drafts on its own device. `colocated`: drafts on the engine's thread; only for
+        engines that do not spin (`EngineLimits.spin`).
         """
         self.limits = limits
         self.memory = memory
@@ -117,17 +117,17 @@ class VerifyEngine:
         """Requests whose last update has not been sent."""
         self._num_submitted = 0
         self._actions: deque[Action] = deque()
-        """Actions of messages that were received and not processed yet."""
+        """Actions of messages that were received but not processed yet."""
         self._garbage = GarbageCollector()
         self._gaps = GapWatch()
-        # Elsewhere plain rounds take what rounds with drafts do, nodes and waits aside, and the budget knows that.
+        # Elsewhere rounds with drafts take as long as plain ones, nodes and waits aside, which the budget accounts for.
         may_rest = executor.launches_ahead and growth is None and not limits.lockstep
         self._postprocessor = RoundPostprocessor(
             self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth,
             DraftRest(cost) if may_rest else None,
         )  # fmt: skip
         self._ahead: tuple[Batch, Pending] | None = None
-        """The round behind the one that runs, if it was launched."""
+        """The round after the one that runs, if it was launched already."""
         self._ended_at: float | None = None
         self._worked_at = float("-inf")
         cost.prepare(limits.max_running + limits.max_nodes + 1)
@@ -153,7 +153,7 @@ class VerifyEngine:
         self._stopping = True
 
     def submit(self, request: Request) -> None:
-        """Queue a request; the door bounds how many there are. Raises UnavailableError when stopping."""
+        """Queue a request; the door limits their number. Raises UnavailableError when stopping."""
         if self._stopping:
             raise UnavailableError("the verify service is stopping")
         self._num_submitted += 1
@@ -166,7 +166,7 @@ class VerifyEngine:
         self._inbox.post(lambda: self._cancel(request))
 
     def draft_connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
-        """A session with a draft service began."""
+        """Take in a draft service whose session began."""
 
         if terms is not None and (left := self.limits.left_by(terms)):
             log.warning("draft %s guesses nothing for %s", connection.address, left)
@@ -179,7 +179,7 @@ class VerifyEngine:
         self._inbox.post(connect)
 
     def draft_disconnected(self, connection: DraftConnection) -> None:
-        """A session with a draft service ended."""
+        """Drop a draft service whose session ended."""
 
         def disconnect() -> None:
             self.features.disconnected(connection)
@@ -188,11 +188,11 @@ class VerifyEngine:
         self._inbox.post(disconnect)
 
     def _step(self) -> None:
-        """One round: schedule it, launch it, finish the one before and receive while it runs, commit its tokens.
+        """Run one round: schedule and launch it, finish the one before and receive while it runs, commit its tokens.
 
-        Messages are received behind the launch, so that the device has work meanwhile; without a round to run, `_idle`
-        waits for them. Where the next round needs nothing of this one but its roots, which the device knows, it is
-        launched before this one is over:
+        Messages are received after the launch, so that the device has work meanwhile; without a round to run, `_idle`
+        waits for them. If the next round needs only its roots from this one, which the device knows, it is launched
+        before this one is over:
 
             host      | n-1's updates, messages | launch n+1 | ... read n | n's updates, messages | launch n+2 | ...
             device    |            round n                 |            round n+1                            | ...
@@ -225,7 +225,7 @@ class VerifyEngine:
         self._gaps.mark("commit")
 
     def _schedule(self) -> Batch:
-        """The next round, its tree nodes and grammar masks included; without entries if there is nothing to run."""
+        """Lay out the next round, with tree nodes and grammar masks; it has no entries if there is nothing to run."""
         if self.features.preparing:
             self.features.advance()
         entries = self.scheduler.plan()
@@ -236,11 +236,11 @@ class VerifyEngine:
         plan = self.scheduler.choose(entries, num_grown)
         wait_seconds, num_ready = 0.0, plan.choice.num_nodes
         self._gaps.mark("choose")
-        # Where trees have grown for the round, there is no need to wait for others.
+        # If trees have grown for the round, it need not wait for drafts.
         if plan.awaited and not num_grown:
             entries, plan, wait_seconds = self._wait_for_drafts(entries, plan)
             self._gaps.mark("draft wait")
-        # A round before may have been dealt with in the wait, and drafts rest since.
+        # The wait may have processed the round before, and with that begun a rest of the drafts.
         resting = self.drafts.resting
         self.scheduler.take(plan)
         self._gaps.mark("take")
@@ -254,9 +254,9 @@ class VerifyEngine:
         return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken, resting)
 
     def _launch_ahead(self, batch: Batch) -> None:
-        """Launch the round behind the one that runs this batch, unless it is better laid out when that one is over.
+        """Launch the round after `batch`, which runs now, unless it must or should be laid out when `batch` is over.
 
-        What comes in from now on is in time for the round after it.
+        Messages that come in from now on affect the round after it.
         """
         if self._stopping or self._ahead is not None or self.features.preparing or batch.growth is not None:
             return
@@ -270,7 +270,7 @@ class VerifyEngine:
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:
         """Wait for nodes of drafts as long as that pays.
 
-        Returns the entries whose requests have not ended meanwhile, what they take now, and the seconds waited.
+        Returns the entries whose requests have not ended meanwhile, their new plan, and the seconds waited.
         """
         start = time.monotonic()
         waited, longest = 0.0, self.limits.max_hold_seconds
@@ -295,7 +295,7 @@ class VerifyEngine:
         return entries, plan, waited
 
     def _receive_for(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[DraftWaitState]) -> None:
-        """Wait for messages, at most so long, and do what they ask, or enough of it that no draft is awaited.
+        """Wait up to `seconds` for messages and run their actions, or enough of them that no draft is awaited.
 
         A colocated draft grows meanwhile.
         """
@@ -305,12 +305,12 @@ class VerifyEngine:
             self._process_messages(seconds if is_waiting else None)
             self.features.work()
             return
-        # An engine that slept here would launch the round with cold code, and wake some 50 us late.
+        # If the engine slept here, it would launch the round with cold code, and wake some 50 us late.
         now = time.monotonic()
         end = now + seconds
         self._warmer.resume()
         while not self._receive(None) and now < end and not self._stopping:
-            if self.features.busy:  # what the draft answers may depend on them
+            if self.features.busy:  # a draft's answer may depend on them
                 self.features.work()
             else:
                 self._warmer.run(entries)
@@ -319,15 +319,15 @@ class VerifyEngine:
             self._actions.popleft()()
 
     def _receive_beside(self, pending: Pending, batch: Batch, launched_at: float) -> None:
-        """Receive and do all that needs no results of the round, piece by piece, until it has ended.
+        """Until the round has ended, receive messages and do all that does not need its results, piece by piece.
 
-        The next one is launched meanwhile if it can be, not before this one is half over.
+        The next round is launched meanwhile if possible, but not before this one is half over.
         """
         entries = batch.entries
         seconds = self.budget.cost.seconds(sum(entry.num_tokens for entry in entries))
         ahead_at = launched_at + _AHEAD_SHARE * seconds if self._executor.launches_ahead else math.inf
         if self.limits.spin:
-            # The rest of what `_maintain` does waits until all that came was taken, which may be after this round.
+            # The rest of `_maintain` waits until all messages were processed, which may be after this round.
             self.scheduler.admit()
             self.drafts.flush()
             if self._garbage.overdue:
@@ -337,11 +337,11 @@ class VerifyEngine:
                 self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_called)
             self._process_messages(None)
             self._maintain()
-            # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
+            # On a CPU the round runs in `wait`, so there is no spare time later to collect in.
             self._garbage.collect_young()
         self._warmer.resume()
         is_maintained = False
-        # Also for a round that is over by now.
+        # Receive even if the round is over by now.
         self._receive(None)
         while not pending.done():
             if self.features.busy:
@@ -354,7 +354,7 @@ class VerifyEngine:
                 self._launch_ahead(batch)
                 ahead_at = math.inf
             elif self.features.busy:
-                continue  # a draft may wait for features, and for nothing that follows
+                continue  # a draft may wait for features, but for none of the work below
             elif not is_maintained:
                 self._maintain()
                 is_maintained = True
@@ -365,14 +365,14 @@ class VerifyEngine:
             self._launch_ahead(batch)
 
     def _receive_behind(self, num_entries: int) -> None:
-        """Receive what came until the round's end: where a device waits, no more of it is done than must be."""
+        """Receive the messages that came until the round's end; if a device waits, process no more than necessary."""
         if not self.limits.spin and self._process_messages(None):
             self._maintain()
         while len(self._actions) > _MAX_DEFERRED_ACTIONS * max(num_entries, 2):
             self._actions.popleft()()
 
     def _idle(self) -> None:
-        """Finish the last round, wait for messages, and do what requests would have to wait for if there were any."""
+        """Finish the last round, wait for messages, and do work that would otherwise make requests wait."""
         self._ended_at = None
         self._postprocessor.process()
         self._garbage.collect_all()
@@ -387,10 +387,10 @@ class VerifyEngine:
         self._observer.flush()
 
     def _commit(self, entry: Entry, result: Result) -> RoundCommit | None:
-        """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
+        """Commit the tokens of a result that its request may take; None if the request has ended meanwhile."""
         request = entry.request
         if request.finished:
-            return None  # also one that the round before ended with a stop token
+            return None  # it was cancelled, or ended by a stop token in the round before
         tokens: Sequence[int] = ()
         finish = None
         if result.prompt_logprobs is not None:
@@ -412,7 +412,7 @@ class VerifyEngine:
         return RoundCommit(entry, result, tokens, finish)
 
     def _receive(self, timeout: float | None) -> bool:
-        """Take messages, after waiting for one up to `timeout` seconds; whether any are to be processed."""
+        """Take messages, after waiting up to `timeout` seconds for one. Returns whether any are to be processed."""
         self._actions += self._inbox.take(timeout)
         return bool(self._actions)
 
@@ -421,14 +421,14 @@ class VerifyEngine:
         return self._stopping or self._receive(None)
 
     def _process_messages(self, timeout: float | None) -> bool:
-        """Do what messages ask, after waiting for one up to `timeout` seconds; whether there was any."""
+        """Run the actions of messages, after waiting up to `timeout` seconds for one. Returns whether any came."""
         received = self._receive(None if self._actions else timeout)
         while self._actions:
             self._actions.popleft()()
         return received
 
     def _maintain(self) -> None:
-        """Look after grammars, drafts and the queue, once all messages that came in were processed."""
+        """Look after grammars, drafts and the queue, once all messages that came have been processed."""
         self.grammars.poll()
         self.drafts.check_replicas()
         self.scheduler.admit()
@@ -452,10 +452,10 @@ class VerifyEngine:
             self.scheduler.release_ended()
 
     def _fail_all(self, error: OutriderError) -> None:
-        """Tell all unfinished requests how it ended."""
+        """Stop, and end all unfinished requests with `error`."""
         self._stopping = True
         self.grammars.stop()
-        # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
+        # Features need the device, which may be broken; clients must get their committed tokens all the same.
         self._try(partial(self._postprocessor.process, with_features=False))
         for request in sorted(self._active_requests, key=lambda request: request.arrival):
             request.finished = True

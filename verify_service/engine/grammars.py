@@ -29,25 +29,25 @@ from verify_service.speculation.drafts import Drafts
 log = get_logger(__name__)
 
 POLL_SECONDS = 0.001
-"""How often an idle engine looks whether a grammar is compiled."""
+"""How often an idle engine checks whether a grammar is compiled."""
 _MAX_CACHED_GRAMMARS = 32
-"""Compiled grammars that are kept; each is a few megabytes, 40 at the very most."""
+"""Most compiled grammars that are kept; each takes a few megabytes, 40 at the very most."""
 _MAX_AHEAD_NODES = 32
-"""Nodes of a request's tree whose masks are computed while a round runs, the best first."""
+"""Best nodes of a request's tree whose masks are computed while a round runs."""
 _MAX_MASK_SECONDS = 0.001
-"""Time for masks of nodes between two rounds; a node whose mask is not there by then is left to a later round."""
+"""Time for masks of nodes between two rounds; a node without a mask by then is left to a later round."""
 
 
 class _CompileJob(NamedTuple):
-    """For the thread that compiles."""
+    """A job for the thread that compiles."""
 
     grammar: Grammar
     worn: CompiledGrammar | None = None
-    """The automaton that was compiled before and is to be replaced, if there is one."""
+    """The automaton to replace, if the grammar was compiled before."""
 
 
 class _JobTurns:
-    """Jobs of several API keys, who take turns, so that many grammars of one hold up another's by one."""
+    """A queue of jobs in which API keys take turns, so that many grammars of one key delay another's by only one."""
 
     def __init__(self) -> None:
         self._turns: dict[str, deque[_CompileJob | None]] = {}
@@ -55,7 +55,7 @@ class _JobTurns:
         self._filled = threading.Condition()
 
     def put(self, job: _CompileJob | None, key: str = "") -> None:
-        """Leave a job."""
+        """Queue a job."""
         with self._filled:
             self._turns.setdefault(key, deque()).append(job)
             self._filled.notify()
@@ -77,16 +77,16 @@ Fail = Callable[[Request, OutriderError], None]
 
 
 class Grammars:
-    """The engine thread uses it; a thread of its own compiles.
+    """Grammars of all requests. The engine's thread uses this object; a thread of its own compiles.
 
-    Masks of nodes are computed while a round runs (`work`); between rounds only what is missing: that of a root which
-    no draft had foreseen, and a few others.
+    Masks of nodes are computed while a round runs (`work`). Between rounds only missing ones are computed: that of a
+    root which no draft had foreseen, and a few others.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary | None, drafts: Drafts, patient: bool) -> None:
-        """Without a vocabulary requests with a grammar are refused.
+        """Without a vocabulary, requests with a grammar are refused.
 
-        `patient`: no device waits between rounds, so that all nodes may be waited for there.
+        `patient`: no device waits between rounds, so there is time for all missing masks.
         """
         self._vocabulary = vocabulary
         self._drafts = drafts
@@ -95,7 +95,7 @@ class Grammars:
         self._waiting: dict[str, list[tuple[Request, Begin, Fail]]] = {}
         """Requests by the digest of a grammar that is being compiled."""
         self._renewing: dict[CompiledGrammar, list[GrammarState]] = {}
-        """Answers that wait for a grammar to be compiled anew."""
+        """States of answers that wait for their grammar to be compiled again."""
         self._jobs = _JobTurns()
         self._done: SimpleQueue[tuple[_CompileJob, CompiledGrammar | OutriderError]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -107,7 +107,7 @@ class Grammars:
         return bool(self._waiting or self._renewing)
 
     def open(self, request: Request, begin: Begin, fail: Fail) -> None:
-        """Have a request's grammar compiled, then `begin` it; at once without a grammar, or with one that is known."""
+        """Compile a request's grammar, then `begin` or `fail` the request; at once if there is nothing to compile."""
         grammar = request.params.sampling.grammar
         if grammar is None:
             begin(request)
@@ -129,7 +129,7 @@ class Grammars:
                 self._jobs.put(_CompileJob(grammar), request.key)
 
     def poll(self) -> None:
-        """Begin the requests whose grammars were compiled."""
+        """Begin, or fail, the requests whose grammars were compiled."""
         while self.compiling and not self._done.empty():
             (grammar, worn), outcome = self._done.get()
             if worn is not None:
@@ -151,15 +151,15 @@ class Grammars:
                     begin(request)
 
     def stop(self) -> None:
-        """End the thread soon."""
+        """Tell the thread to end."""
         if self._thread is not None:
             self._jobs.put(None)
 
     def allowed(self, entries: Sequence[Entry], taken: Sequence[Nodes]) -> Sequence[Nodes]:
-        """Of the nodes that a round takes, those that the requests' grammars allow and whose masks are there.
+        """Return those nodes of each entry that its request's grammar allows and that have a mask.
 
-        `taken` are those of each entry. Masks that are missing are computed, as long as there is time for it; nodes
-        that are forbidden are counted.
+        `taken`: the nodes of each entry. Missing masks are computed as long as there is time; forbidden nodes are
+        counted.
         """
         if all(entry.request.grammar is None for entry in entries):
             return taken
@@ -174,11 +174,11 @@ class Grammars:
         return allowed
 
     def mask(self, entries: list[Entry]) -> list[Entry]:
-        """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
+        """Give entries their masks, one for the root and one for each node; return the entries that can be run.
 
-        Bad words, which do not go with a grammar, make masks as well. An entry whose root has none, because the library
-        gave up, gets its error; what it samples is to be dropped. Returns those that can be run: not those whose
-        grammar is compiled anew first.
+        A root's mask is computed if it is missing. If the library gave up on it, the entry gets the error, and its
+        samples are to be dropped. An entry whose grammar must first be compiled again is not returned. Bad words, which
+        never come with a grammar, make masks as well.
         """
         ready = []
         for entry in entries:
@@ -209,9 +209,9 @@ class Grammars:
         return ready
 
     def work(self, entries: Sequence[Entry]) -> bool:
-        """Compute one mask ahead of the next round, if a request lacks any; whether it did.
+        """Compute one mask ahead of the next round, if one is missing. Returns whether it did.
 
-        Another request has its turn with each call: to look over many trees would hide the end of a round.
+        Each call looks at another request: looking at many trees would take too long to notice the end of a round.
         """
         bound = [entry.request for entry in entries if entry.request.grammar is not None]
         if not bound:
@@ -241,7 +241,7 @@ class Grammars:
         return False
 
     def _states(self, state: GrammarState, nodes: Nodes, deadline: float | None) -> list[GrammarNode | None]:
-        """The state of each node, with its mask; None if forbidden, or if its mask is missing past the deadline."""
+        """Return the state of each node, with its mask; None if forbidden, or without a mask past the deadline."""
         if not len(nodes) or state.mask(state.root, ()) is None:
             return [None] * len(nodes)
         found: list[GrammarNode | None] = []
@@ -263,7 +263,7 @@ class Grammars:
         return found
 
     def _renew(self, state: GrammarState) -> None:
-        """Have a grammar compiled anew, once for all answers that need it."""
+        """Queue a grammar to be compiled again, once for all answers that need it."""
         waiting = self._renewing.setdefault(state.compiled, [])
         waiting.append(state)
         if len(waiting) == 1:
@@ -289,7 +289,7 @@ class Grammars:
 
 
 def follow(state: GrammarState, request: Request) -> None:
-    """Bring a state to its request's newest committed token."""
+    """Advance a state to its request's newest committed token."""
     known = request.prompt_len + state.num_committed
     if known < len(request.tokens):
         state.follow(request.tokens[known:])

@@ -1,4 +1,4 @@
-"""The host's time between two rounds: what a long one is made of, and how its code is kept warm."""
+"""The host's time between two rounds: logs what a long one consists of, and keeps its code warm."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class GapWatch:
         self._before = (0.0, 0)
 
     def begin(self, now: float) -> None:
-        """A round has ended at `now`, on the monotonic clock."""
+        """Note that a round has ended at `now`, on the monotonic clock."""
         if self._on:
             self._marks = [("end", now)]
             self._before = _usage()
 
     def mark(self, name: str) -> None:
-        """The phase called `name` is over."""
+        """Note that the phase called `name` is over."""
         if self._on:
             self._marks.append((name, time.monotonic()))
 
     def end(self) -> str:
-        """The next round is launched; returns what lay between, if anybody wants to know."""
+        """Note that the next round is launched; return the phases in between as text, empty unless DEBUG is logged."""
         if not self._on or not self._marks:
             return ""
         self.mark("launch")
@@ -53,20 +53,20 @@ class GapWatch:
 
 
 def log_long_gap(gap: float | None, phases: str) -> None:
-    """Log a long gap. One with little CPU time was not the engine's own work: it was not let run."""
+    """Log a long gap. If it has little CPU time, the engine was not working but kept from running."""
     if phases and gap is not None and gap > LONG_GAP_SECONDS:
         log.debug("the device was idle for %.1f ms: %s", gap * 1e3, phases)
 
 
 def _usage() -> tuple[float, int]:
-    """CPU seconds of this thread, and how often it was taken off the CPU."""
+    """Return the CPU seconds of this thread, and how often it was taken off the CPU."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_utime + usage.ru_stime, usage.ru_nivcsw
 
 
 _MIN_PAUSE_SECONDS = 2.5e-4
 _PAUSE_PER_RUN = 8
-"""Times as long as a run takes that lie between two: the end of a round that falls in one is seen late."""
+"""Pause between two runs, as a multiple of a run's time: if a round ends during a run, that is seen late."""
 
 
 class HotPathWarmer:
@@ -76,24 +76,24 @@ class HotPathWarmer:
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, commit: Callable[[Entry, Result], object]) -> None:
-        """`commit`: what the engine does with a result; it is called for a request that no client has sent."""
+        """`commit`: commits a result as the engine does; it is called for a request that no client has sent."""
         self._scheduler = scheduler
         self._executor = executor
         self._commit = commit
         params = GenerationRequest("", [0], SamplingParams(), max_tokens=1 << 30)
         self._request = Request.begin(params, lambda update: None, vocab_size=1)
         self._drafts = Drafts(vocab_size=1, max_nodes=1)
-        """Holds this request alone."""
+        """Drafts with `_request` alone."""
         self._drafts.admit(self._request)
         self._result = Result([0])
         self._due_at = 0.0
 
     def resume(self) -> None:
-        """A round was launched, or is waited for: the next run is due at once."""
+        """Make the next run due at once, since a round was launched, or waits for drafts."""
         self._due_at = 0.0
 
     def run(self, entries: Sequence[Entry]) -> None:
-        """Go through a round of these entries, unless that was done a moment ago."""
+        """Go through a round of `entries` without effect, unless that was done a moment ago."""
         now = time.monotonic()
         if now >= self._due_at:
             self._commit_nothing()

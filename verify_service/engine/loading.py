@@ -1,4 +1,4 @@
-"""What a verify engine loads and whether it fits: the target, or a rank's part of it, and its rounds' draft model."""
+"""Loads what a verify engine runs, if it fits: the target, or a rank's part of it, and its rounds' draft model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RoundDraft:
-    """A draft model that drafts inside rounds, and how."""
+    """A draft model that drafts inside rounds, and its options."""
 
     model: DraftModel
     options: DraftingOptions
@@ -53,7 +53,7 @@ class RoundDraft:
 
     @property
     def token_bytes(self) -> int:
-        """Memory that a token of the target's KV cache takes beside it: the draft's KV, and features."""
+        """Bytes that drafting takes beside each token of the target's KV cache: the draft's KV, and features."""
         model = self.model
         kv = KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
         width = model.feature_size if model.projection() is not None else len(model.feature_layers) * model.hidden_size
@@ -61,11 +61,11 @@ class RoundDraft:
 
 
 def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path, LanguageModel]:
-    """Find and load the target, or a rank's part of it. `memory`: which the ranks share.
+    """Find and load the target, or a rank's part of it. `memory`: memory that the ranks share.
 
-    Raises ConfigError for what cannot run, where possible before weights are read.
+    Raises ConfigError for a target that cannot run, if possible before weights are read.
     """
-    # What the machine refuses comes first: a model may have to be fetched.
+    # Check the machine first: the model may have to be fetched.
     device = choose_device(options.device)
     if memory is not None:
         device = _rank_device(options, device, memory)
@@ -99,7 +99,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
 
 
 def _check_machine(options: VerifyOptions, device: torch.device) -> None:
-    """Raise ConfigError for options that a device does not take: it is known where they leave it open."""
+    """Raise ConfigError for options that do not fit `device`, which was chosen if they leave it open."""
     options = replace(options, device=str(device))
     options.check()
     if options.wants_flashinfer:
@@ -109,7 +109,7 @@ def _check_machine(options: VerifyOptions, device: torch.device) -> None:
 
 
 def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory) -> torch.device:
-    """The device of a rank: that of rank 0, or one of the GPUs behind it."""
+    """Return the device of a rank: `first`, that of rank 0, or one of the GPUs after it."""
     if first.type != "cuda":
         return first
     index, count = first.index or 0, torch.cuda.device_count()
@@ -134,7 +134,7 @@ def _exchange(
 
 @cache
 def count_tokens(folder: Path) -> int:
-    """Of the tokenizer in a model's folder. Raises ConfigError for one that cannot be read."""
+    """Return the vocabulary size of the tokenizer in a model's folder. Raises ConfigError if it cannot be read."""
     path = folder / TOKENIZER_FILE
     try:
         return Tokenizer.from_file(str(path)).get_vocab_size()
@@ -143,10 +143,10 @@ def count_tokens(folder: Path) -> int:
 
 
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
-    """The draft model that drafts inside rounds on a GPU, or a rank's part of it, if the options name one.
+    """Load the draft model, or a rank's part of it, that drafts inside rounds on a GPU; None if the options name none.
 
-    None, too, for one that cannot draft and that n-grams are named beside. Of a model that is not cut rank 0 has all,
-    and the others have nothing. Raises ConfigError.
+    Also None for a model that cannot draft, if n-grams may draft without it. If the model is not cut, rank 0 loads all
+    of it and the other ranks nothing. Raises ConfigError.
     """
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
@@ -161,18 +161,18 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
 
 
 def _needs_draft(options: VerifyOptions) -> bool:
-    """Whether a draft model that cannot draft ends the service. Ranks could not tell whether the others went on."""
+    """Whether a draft model that cannot draft ends the service, as with ranks: each could decide differently."""
     return options.tensor_parallel_size > 1 or not can_do_without_model(options)
 
 
 def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
-    # AUTO may have chosen it.
+    # AUTO may have chosen the algorithm.
     options.check_inside(told.speculative_algorithm[0])
     is_chain = told.speculative_algorithm == (NAIVE_EAGLE,)
     told = named_head(told)
     exchange = target.exchange if isinstance(target, CausalLM) else None
     rank = 0 if exchange is None else exchange.rank
-    # NCCL is for GPUs that do not reach each other: what a sum takes there has not been measured.
+    # Not cut over NCCL, which is for GPUs without peer access: the time of a sum there has not been measured.
     if not isinstance(exchange, PeerExchange) or not is_cut(told, exchange.world, target.dtype):
         exchange = None
         if rank:
@@ -196,7 +196,7 @@ def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: 
 
 
 def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
-    """What is said of a draft model inside rounds, n-grams left to draft services; None if there is to be none."""
+    """Return the options of the draft model inside rounds; None if there is to be none. Draft services do n-grams."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
     told = drafters_of_service(options.draft_model(str(path)), options.model)
@@ -205,7 +205,7 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
 
 
 def _check_vocabulary(model: DraftModel, target: LanguageModel, path: Path) -> None:
-    """Raise ConfigError for a draft model that a round would look tokens up in past the end of its embedding."""
+    """Raise ConfigError if rounds would look up tokens past the end of the draft model's embedding."""
     num_tokens = min(count_tokens(path), target.config.vocab_size)
     if model.target_vocab_size < num_tokens:
         raise ConfigError(
@@ -232,9 +232,9 @@ def check_model(
 
 
 def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: int = 0) -> int:
-    """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations.
+    """Return how many tokens' KV fits beside the loaded weights. Raises ConfigError for too few.
 
-    `beside`: bytes that a token takes beside its KV.
+    `reserve`: bytes to keep for graphs and activations. `beside`: bytes that a token takes beside its KV.
     """
     per_token = model.kv_bytes + beside
     torch.cuda.empty_cache()

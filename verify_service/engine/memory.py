@@ -7,7 +7,7 @@ from verify_service.engine.request import Request
 
 
 class Memory:
-    """Pages of running requests, and the radix cache, which has the pages of their prompts as soon as these are
+    """Pages of running requests, and the radix cache. The cache gets the pages of a prompt as soon as these are
     computed, and keeps those of ended requests until they are needed.
 
     A request holds one reference to each of its pages; the radix cache holds one to each page in its tree. Tree slots
@@ -17,23 +17,23 @@ class Memory:
     def __init__(
         self, num_pages: int, page_size: int, keep_prefixes: bool = True, share_generated: bool = True
     ) -> None:
-        """`share_generated`: whether KV that decoding computed may serve as another prompt's, too.
+        """`share_generated`: whether KV that decoding computed may serve other prompts, too.
 
-        If not, the prompt but for its last token, which is the first root, is all that the radix cache takes and gives.
+        If not, the radix cache takes and gives only prompts, each without its last token, which is the first root.
         """
         self.pool = PagePool(num_pages, page_size)
         self.radix = RadixCache(self.pool)
         self.num_pages, self.page_size = num_pages, page_size
         self.feature_epoch = 0
-        """Counts how often the store of features was begun anew; 0 while there is none.
+        """How often a feature store was begun; 0 while there is none.
 
-        Pages that were filled before have KV and no features, so they are not shared with what comes after.
+        Pages filled before have KV but no features, so later requests do not share them.
         """
         self._keep_prefixes = keep_prefixes
         self._share_generated = share_generated
         self._refused: Request | None = None
-        """The request that did not fit when it was asked for last; None once pages have been given back since, or the
-        radix cache has got some."""
+        """The request that did not fit when last asked for; None again once pages were given back, or the radix cache
+        got some."""
 
     @property
     def num_used(self) -> int:
@@ -46,13 +46,13 @@ class Memory:
         return self.pool.num_free + self.radix.num_evictable()
 
     def attach(self, request: Request) -> None:
-        """Give a request that has computed nothing the pages of its prefix that the radix cache has, or its leader.
+        """Give a request that has computed nothing the pages of its prefix, from the radix cache or its leader.
 
-        The root is never one of them, nor is what the request needs the logits of: one that asks for log-probabilities
-        of its prompt computes all of it.
+        These never hold the root, nor tokens whose logits the request needs: one that asks for log-probabilities of its
+        prompt computes all of it.
         """
         if request.pages and request.feature_epoch != self.feature_epoch:
-            return  # what there is now has features, what it was given before has none
+            return  # pages that it would get now have features, those that it has do not
         pages = self.radix.match(request.tokens, self._most_matched(request), tenant=request.params.tenant)
         leader = request.leader
         if leader is not None and self._is_kept(leader):
@@ -67,14 +67,14 @@ class Memory:
         request.feature_epoch = self.feature_epoch
 
     def num_shareable(self, request: Request, other: Request, least: int) -> int:
-        """How many of a request's first tokens could be in pages of `other`, which runs; 0 if these are not `least`
-        more than the request has."""
+        """Return how many of a request's first tokens it could take from the running request `other`; 0 if that is not
+        at least `least` more than it has."""
         if not self._is_kept(request) or not self._is_kept(other) or request.params.tenant != other.params.tenant:
             return 0
         most = min(self._most_matched(request), self._shared(other, other.prompt_len))
         ours, theirs = request.tokens, other.tokens
         start, length, size = request.cached_len, request.cached_len + least, self.page_size
-        # What comes first differs seldom, and may be long.
+        # Compare the first tokens last: they seldom differ, and may be many.
         if length > most or ours[start:length] != theirs[start:length] or ours[:start] != theirs[:start]:
             return 0
         while length + size <= most and ours[length : length + size] == theirs[length : length + size]:
@@ -82,21 +82,21 @@ class Memory:
         return length
 
     def new_feature_epoch(self) -> None:
-        """Features of everything computed from now on are stored; the radix cache forgets pages without any."""
+        """Begin an epoch in which features of all computed tokens are stored; the radix cache forgets all pages."""
         self.feature_epoch += 1
         self.radix.clear()
 
     def fits(self, request: Request, num_more: int = 0) -> bool:
-        """Whether pages for a waiting request's tokens, one more, and `num_more` could be had without a preemption.
+        """Whether a waiting request can have pages for its tokens, one page more, and `num_more`, without a preemption.
 
-        They are free or evictable; or of its prefix, and used by others already.
+        These may be free, evictable, or hold its prefix and be used by other requests already.
         """
-        # One page more than it has tokens, lest it be preempted by its first round.
+        # One page more than its tokens need, lest its first round preempt it.
         missing = -(-request.committed_len // self.page_size) + 1 + num_more - self.num_available
         if missing <= 0:
             return True
-        # Looking for a long prefix takes long: it finds no more than all that are used, and nothing new until pages are
-        # given back.
+        # Looking up a long prefix takes long. It is of no use if all used pages would be too few, or if nothing was
+        # given back since it was last done.
         if request is self._refused or missing > self.radix.num_pages - self.radix.num_evictable():
             return False
         most = self._most_matched(request)
@@ -105,7 +105,7 @@ class Memory:
         return fits
 
     def reserve(self, request: Request, length: int) -> bool:
-        """Make the request's pages cover `length` positions, evicting from the cache if need be."""
+        """Make the request's pages cover `length` positions, evicting if need be. Returns whether there were enough."""
         missing = -(-length // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
@@ -117,12 +117,12 @@ class Memory:
         return True
 
     def refill(self, num_pages: int) -> None:
-        """Have so many pages free, if evicting can bring it about: while a round runs, so that the next need not."""
+        """Evict until `num_pages` pages are free, if possible. Done while a round runs, it saves the next from it."""
         if num_pages > self.pool.num_free:
             self.radix.evict(num_pages - self.pool.num_free)
 
     def release(self, request: Request) -> None:
-        """Take a request's pages; what is full of valid KV stays in the radix cache."""
+        """Take back a request's pages; those full of valid KV stay in the radix cache."""
         self._keep(request, request.cached_len)
         self.pool.release(request.pages)
         request.pages = []
@@ -130,9 +130,9 @@ class Memory:
         self._refused = None
 
     def keep_prompt(self, request: Request) -> None:
-        """Have the radix cache take what is full of valid KV of a prompt's pages, which stay the request's as well.
+        """Let the radix cache share the request's pages of its prompt that are full of valid KV.
 
-        Not where it has other pages with the same tokens: as long as the request ran, they could not be evicted.
+        It takes none behind tokens of which it has other pages: while the request runs, those could not be evicted.
         """
         self._keep(request, min(request.cached_len, request.prompt_len), extends=True)
 
@@ -148,7 +148,7 @@ class Memory:
         return self._keep_prefixes and request.feature_epoch == self.feature_epoch
 
     def _most_matched(self, request: Request) -> int:
-        """How many of a waiting request's first tokens it may have of the radix cache."""
+        """How many of its first tokens a waiting request may take from the radix cache."""
         return self._shared(request, request.most_shared)
 
     def _shared(self, request: Request, length: int) -> int:

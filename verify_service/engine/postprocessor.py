@@ -1,4 +1,4 @@
-"""What follows from a round that was committed, dealt with while the next one runs."""
+"""The work that follows a committed round, done while the next one runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verify_service.speculation.draft_rest import DraftRest
 from verify_service.speculation.drafts import Drafts
 
 _MAX_EARLY_COMMITS = 4
-"""Commits that may be sent before the next round is launched: each takes 20 us, and the device is idle meanwhile."""
+"""Most commits sent before the next round is launched: each takes 20 us, and the device is idle meanwhile."""
 
 
 @dataclass(eq=False, repr=False)
@@ -33,33 +33,33 @@ class RoundPostprocessor:
     observer: Observer
     cost: CostModel
     max_nodes: int
-    """Of a round."""
+    """Most nodes of a round."""
     growth: RoundGrowth | None
-    """Decides on trees on verify's own device."""
+    """Decides on trees on verify's own device, if any grow there."""
     rest: DraftRest | None
-    """Decides when drafts rest, where they may."""
+    """Decides when drafts rest, if they may."""
     _done: RoundDone | None = None
     _commits_sent: bool = False
-    """Whether the commits of that round were sent to drafts."""
+    """Whether the commits of `_done` were sent to drafts."""
     _prefilled: bool = False
 
     def add(self, done: RoundDone) -> None:
-        """Take a round that was committed, for `process`."""
+        """Take a committed round, for `process`."""
         self._done, self._commits_sent = done, False
 
     def send_commits_early(self) -> None:
-        """Send drafts the last round's commits before the next round is launched, if that takes a moment only.
+        """Send drafts the last round's commits before the next round is launched, if they are few.
 
-        Called where the next round has no nodes: it brings little, and the round after needs the drafts' answers.
+        Called if the next round has no nodes: it brings little, and the round after needs the drafts' answers.
         """
         if self._done is not None and not self._commits_sent and len(self._done.commits) <= _MAX_EARLY_COMMITS:
             self._send_commits(self._done)
             self._commits_sent = True
 
     def process(self, with_features: bool = True) -> None:
-        """Do what follows from the last round, if that has not been done.
+        """Do the work that follows the last round, unless it is done already.
 
-        `with_features`: also have features copied that drafts lack, which takes a device that works.
+        `with_features`: also copy features that drafts lack, which needs a working device.
         """
         done, self._done = self._done, None
         if done is None:
@@ -73,7 +73,7 @@ class RoundPostprocessor:
         self.scheduler.release_ended()
         for entry in done.batch.entries:
             request = entry.request
-            # Twice where the prompt's last token, the first root, is computed in a round of its own.
+            # True twice if the prompt's last token, the first root, is computed in a round of its own.
             if entry.start < request.prompt_len <= request.cached_len + 1:
                 self.scheduler.memory.keep_prompt(request)
         figures = RoundFigures(
@@ -89,27 +89,27 @@ class RoundPostprocessor:
         self.observer.round(done.batch.entries, updates, figures)
         self.observer.flush()
         if with_features:
-            # They have been copied by now, and an answer may wait for them.
+            # Features have been copied by now, and a draft's answer may wait for them.
             self.features.work()
         log_long_gap(done.gap, done.phases)
         self.drafts.learn()
         if self.growth is not None and done.batch.taken is not None:
             self.growth.learn(done.batch.taken, done.batch.entries, done.results, done.pending.drafting_seconds)
         self.cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
-        # Behind a round with prefill the device may still be busy with it.
+        # After a round with prefill the device may still be busy with it.
         is_usual = not done.prefills and not self._prefilled
         if self.rest is not None and drafted:
             self.rest.observe(*done.num_sampled, done.wall_seconds, is_usual and done.host_gap is not None)
             self.drafts.rest(self.rest.rests)
         if is_usual:
             own, gpu_seconds = self.growth is not None, done.pending.gpu_seconds
-            # Drafting on verify's device lies between the rounds' ends.
+            # Wall time from one round's end to the next includes drafting on verify's device.
             seconds = gpu_seconds if own and gpu_seconds is not None else done.seconds + (done.host_gap or 0.0)
             self.cost.observe(done.num_tokens, seconds)
         self._prefilled = done.prefills
 
     def draft_came(self) -> None:
-        """Whether drafts rest is measured anew, with this one."""
+        """A draft connected: measure anew whether drafts should rest."""
         if self.rest is not None:
             self.rest.forget_drafts()
             self.drafts.rest(self.rest.rests)
@@ -124,7 +124,7 @@ class RoundPostprocessor:
         self.drafts.flush()
 
     def _send_update(self, commit: RoundCommit | None) -> GenerationUpdate:
-        """Send a request what the round did for it, if anything."""
+        """Send a request its update of the round, if there is anything to say, and return it."""
         update = GenerationUpdate() if commit is None else commit.update()
         if commit is not None and update.last:
             self.active_requests.discard(commit.entry.request)
@@ -134,26 +134,26 @@ class RoundPostprocessor:
 
 
 class Observer(Protocol):
-    """Is told of every round, on the engine's thread, while the next one runs."""
+    """Takes note of every round, on the engine's thread, while the next one runs."""
 
     def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
-        """`updates` are what the round brought each request."""
+        """Take note of a round. `updates`: one for each entry."""
 
     def flush(self) -> None:
-        """All updates of a round were given out, or nothing is left to do."""
+        """Called when all updates of a round were given out, or nothing is left to do."""
 
 
 class RoundCommit(NamedTuple):
-    """What a round did for one request."""
+    """The outcome of a round for one request."""
 
     entry: Entry
     result: Result
     tokens: Sequence[int]
-    """Committed ones."""
+    """The committed tokens."""
     finish_reason: FinishReason | None
 
     def update(self) -> GenerationUpdate:
-        """The update for the request; after a chunk of prefill no more than log-probabilities of the prompt."""
+        """Return the request's update; after a chunk of prefill it has at most log-probabilities of the prompt."""
         if self.result.error is not None:
             return GenerationUpdate(error=self.result.error)
         told = self.result.prompt_logprobs
@@ -175,7 +175,7 @@ class RoundCommit(NamedTuple):
         )
 
     def _tree(self) -> RoundTree:
-        """The tree that the round verified. The request's next round has not been committed yet."""
+        """Return the tree that the round verified. Call this before the request's next round is committed."""
         nodes, sources, tokens = self.entry.nodes, self.entry.node_sources, self.tokens
         position = len(self.entry.request.tokens) - len(tokens)
         if sources is None:  # the round held no nodes
@@ -188,7 +188,7 @@ class RoundCommit(NamedTuple):
 
 
 class RoundDone(NamedTuple):
-    """A round that was committed and that nobody has been told of. Times in seconds."""
+    """A committed round that nobody has been told of yet. Times in seconds."""
 
     batch: Batch
     results: Sequence[Result]
@@ -197,27 +197,27 @@ class RoundDone(NamedTuple):
     pending: Pending
     num_tokens: int
     prefills: bool
-    """Whether prefill was part of it, so that its time says little of a round of so many tokens."""
+    """Whether the round had prefill, so that its time says little about rounds of as many tokens."""
     seconds: float
     host_gap: float | None
-    """From the end of the round before to this one's launch, in seconds, waits for drafts aside; None after a pause."""
+    """From the end of the round before to this one's launch, waits for drafts aside; None after a pause."""
     phases: str = ""
     """Phases of the host's time between the round before and this one."""
 
     @property
     def num_sampled(self) -> tuple[int, int]:
-        """Requests whose next token was sampled, and tokens that were committed."""
+        """The number of requests whose next token was sampled, and of committed tokens."""
         num_requests = sum(entry.samples for entry in self.batch.entries)
         return num_requests, sum(len(commit.tokens) for commit in self.commits if commit is not None)
 
     @property
     def wall_seconds(self) -> float:
-        """From the end of the round before to its own; without a round just before, from its launch."""
+        """From the end of the round before to this round's end; after a pause, only this round and its wait."""
         return self.seconds + self.batch.wait_seconds + (self.host_gap or 0.0)
 
     @property
     def gap(self) -> float | None:
-        """How long the device was idle before it, without the wait for drafts; as it measured itself, if it did."""
+        """How long the device was idle before the round, waits for drafts aside; by its own clock if it has one."""
         if self.host_gap is None or self.pending.gap_seconds is None:
             return self.host_gap
         return max(self.pending.gap_seconds - self.batch.wait_seconds, 0.0)
