@@ -1,7 +1,7 @@
-"""The process of a rank behind rank 0: `outrider.host.launch` calls `main` with FD, RANK and WORLD.
+"""The process of a rank above 0: `outrider.host.launch` calls `main` with FD, RANK and WORLD.
 
-It loads its part of the model, and does what rank 0 does until the kernel ends it with rank 0. Why it cannot go on it
-leaves in the memory that they share.
+It loads its part of the model, and repeats what rank 0 does until the kernel ends it along with rank 0. If it cannot go
+on, it leaves the reason in the memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ log = get_logger(__name__)
 
 
 def main(argv: list[str]) -> int:
-    """Follow rank 0; returns the exit code when that cannot go on."""
+    """Follow rank 0; returns the exit code when this rank cannot go on."""
     descriptor, rank, world = map(int, argv)
     memory = RankMemory(descriptor, rank, world)
     kind, body = memory.receive()
     if kind != START:
         raise InternalError(f"the first message of rank 0 is of kind {kind}")
-    # Rank 0 speaks of what all of them do.
+    # Rank 0 logs for all ranks.
     options = replace(msgspec.msgpack.decode(body, type=VerifyOptions), log_level="WARNING")
     configure_logging(f"verify rank {rank}", options.log_level)
     try:
@@ -75,7 +75,7 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
     memory.trade(b"loaded")
     link = link_ranks(model, memory)
     executor = None if link is None else following_executor(options, path, model, draft, link)
-    # A rank that looked through all of it would hold up every other one.
+    # A garbage collection that looked through all of it would hold up every other rank.
     gc.collect()
     gc.freeze()
     if executor is None:
@@ -86,7 +86,7 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
 
 @torch.inference_mode()
 def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:
-    """Do on a GPU what rank 0 launches, for ever."""
+    """Launch on this rank's GPU what rank 0 launches, for ever."""
     while True:
         kind, body = memory.receive()
         numbers = np.frombuffer(bytearray(body), np.int32)
@@ -111,6 +111,6 @@ def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:
 
 
 def bucket_of(numbers: NDArray[np.int32]) -> Bucket:
-    """The bucket that was told as four numbers."""
+    """Decode a bucket from its four numbers."""
     tokens, rows, only, is_bare = numbers.tolist()
     return Bucket(tokens, rows, bool(only), bool(is_bare))

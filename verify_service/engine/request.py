@@ -19,13 +19,13 @@ from outrider.sampling.sampler import RequestSampler
 
 
 class BadWords:
-    """Sequences of several tokens that an output must not have: the last token is forbidden behind the others."""
+    """Sequences of several tokens that an output must not have: the last token is forbidden after the others."""
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """Each of at least two tokens."""
+        """`words`: each of at least two tokens."""
         self._longest = max(len(word) for word in words) - 1
         self._words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
-        """All but the last token, and that one, by the one before it."""
+        """By next-to-last token: all tokens of a word but the last, and the last one."""
         for word in words:
             self._words[word[-2]].append((list(word[:-1]), word[-1]))
         self._all: Mask = np.full(-(-vocab_size // 32), -1, np.int32)
@@ -33,7 +33,7 @@ class BadWords:
     def masks(
         self, tokens: Sequence[int], prompt_len: int, token_ids: Sequence[int], parents: Sequence[int]
     ) -> list[Mask]:
-        """Tokens that may follow `tokens`, and the nodes of a tree behind them. The prompt is no part of a word.
+        """Return masks of what may follow `tokens` and each node of a tree behind them. No word includes the prompt.
 
         `token_ids` and `parents` as in `Nodes`. A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 is set where
         token v may come.
@@ -58,11 +58,11 @@ class Request:
     """State of a request.
 
     Between rounds `cached_len < committed_len`: the last committed token is the root, whose KV the next round
-    computes. Until prefill is done, or after a preemption, more tokens than the root wait.
+    computes. Until prefill is done, or after a preemption, more tokens than the root are uncached.
     """
 
     params: GenerationRequest
-    """What was asked for."""
+    """The request as it was submitted."""
     tokens: list[int]
     """All committed tokens, prompt first."""
     prompt_len: int
@@ -70,15 +70,15 @@ class Request:
     sink: Callable[[GenerationUpdate], None]
     """Called with every update; must not block."""
     priority: int
-    """Lower is earlier, and is preempted later; it may rise above that of `params` while the request waits."""
+    """Lower is earlier, and is preempted later. It may fall below that of `params` if the request has waited long."""
     num_scored: int = 0
-    """First positions of the prompt that log-probabilities of the token after them were told for, if asked for."""
+    """For how many positions of the prompt the log-probability of the token after them was sent, if asked for."""
     arrival: int = 0
     """Order of admission."""
     place: int = 0
-    """How many requests of its API key run and come before it."""
+    """How many requests of the same API key run and come before it."""
     let_in: bool = False
-    """Whether one that ran has made way for it; that happens once."""
+    """Whether a running request has made way for this one; that happens once."""
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
     queue_seconds: float = 0.0
@@ -90,20 +90,20 @@ class Request:
     pages: list[int] = field(default_factory=list)
     """Page table: position p lies in page `pages[p // page_size]`."""
     leader: Request | None = None
-    """A request that computes the first tokens of this one as well. Until it has, this one computes nothing."""
+    """A request that computes the first tokens of this one as well. This one computes nothing until they are there."""
     shared_len: int = 0
-    """How many tokens that are."""
+    """How many tokens the leader computes for this request."""
     feature_epoch: int = 0
-    """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
+    """`Memory.feature_epoch` when it got its pages: as long as that is the same, the features of its pages are, too."""
     grammar: GrammarState | None = None
     """State of its grammar, if it has one; set before the request is scheduled."""
     bad_words: BadWords | None = None
-    """Those of several tokens, if there are any; the others are biases of the sampler."""
+    """Bad words of several tokens, if there are any; those of one token are biases of the sampler."""
     finished: bool = False
 
     @classmethod
     def begin(cls, params: GenerationRequest, sink: Callable[[GenerationUpdate], None], vocab_size: int) -> Request:
-        """A request at its start."""
+        """Create a request at its start."""
         tokens = list(params.prompt_token_ids)
         sampling = _without_bad_tokens(params)
         sampler = RequestSampler(sampling, params.prompt_token_ids, vocab_size, params.answer_end)
@@ -113,14 +113,14 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Which API key it came with."""
+        """The API key that the request came with."""
         return _names(self)[0]
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Its place among running requests: the last one gives way first.
+        """Sort key of running requests: the last one gives way first.
 
-        Of equal priority that is one of the API key that has the most, the youngest: who floods gives way to others.
+        Among equal priorities, that is the youngest request of the API key with the most: a flood gives way to others.
         """
         return self.priority, self.place, self.arrival
 
@@ -131,24 +131,24 @@ class Request:
 
     @property
     def committed_len(self) -> int:
-        """Tokens agreed."""
+        """Number of committed tokens."""
         return len(self.tokens)
 
     @property
     def most_shared(self) -> int:
-        """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
+        """Most tokens whose KV may come from the radix cache: neither the root's, nor any whose logits are needed."""
         if self.params.skip_prefix_cache:
-            return 0  # nor after a preemption: the cache may have a part of it, and the rest would be cut elsewhere
+            return 0  # also after a preemption: after a cached part, chunks would be cut at other places
         most = len(self.tokens) - 1
         return most if self.params.num_prompt_logprobs is None else min(most, self.num_scored)
 
     @property
     def draft_room(self) -> int:
-        """Draft tokens that a round may accept; the last place is the bonus token's."""
+        """Most draft tokens that a round may accept; the last place is the bonus token's."""
         return self.params.max_tokens + self.prompt_len - len(self.tokens) - 1
 
     def cut(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """The tokens of a round that may be committed, and why the answer ends with them if it does."""
+        """Return the tokens of a round that may be committed, and why the answer ends with them, if it does."""
         room, stop_ids = self.draft_room + 1, self.params.stop_token_ids
         if not stop_ids.isdisjoint(token_ids):
             stop = next(index for index, token in enumerate(token_ids) if token in stop_ids)
@@ -158,28 +158,28 @@ class Request:
 
 
 def _without_bad_tokens(params: GenerationRequest) -> SamplingParams:
-    """How a request samples, with bad words of one token as biases that leave them no chance."""
+    """Return a request's sampling parameters, with bad words of one token as biases that leave them no chance."""
     forbidden = {word[0]: -math.inf for word in params.bad_words if len(word) == 1}
     sampling = params.sampling
     return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden}) if forbidden else sampling
 
 
 _MAX_PASSES = 16
-"""Turns in a row that higher priorities may take while lower ones wait."""
+"""Turns in a row that more urgent priorities may take while less urgent ones wait."""
 
 WaitingT = TypeVar("WaitingT", bound=Sized)
 
 
 class FairQueue:
-    """Lower priorities first. Of one priority, those that were preempted, oldest first; then clients take turns.
+    """Lowest priority number first. Within a priority, preempted requests first, by age; then clients take turns.
 
-    A turn goes from API key to API key, and within a key from user to user; requests of one user come in their order.
-    So a client that sends a thousand requests at once delays the next one of another client by one request.
+    Turns go from API key to API key, and within a key from user to user; requests of one user keep their order. So a
+    client that sends a thousand requests at once delays another client's next request by one request.
 
-    No request waits for ever: when lower priorities have been passed over `_MAX_PASSES` times in a row, the turn goes
-    to the request that has waited longest of all. It takes the best waiting priority with it, and as the oldest there
-    it does not have to give way at once. So one that higher priorities keep passing, with k older ones before it, has
-    its turn after at most (k + 1) * (_MAX_PASSES + 1).
+    No request waits for ever: when less urgent priorities have been passed over `_MAX_PASSES` times in a row, the turn
+    goes to the request that has waited longest of all. It gets the best waiting priority, and as the oldest there it
+    does not have to give way at once. So a request that more urgent ones keep passing, with k older ones before it, has
+    its turn after at most (k + 1) * (_MAX_PASSES + 1) turns.
     """
 
     def __init__(self) -> None:
@@ -210,8 +210,8 @@ class FairQueue:
         return next(iter(self))
 
     def newcomer(self, keys: Collection[str]) -> Request | None:
-        """The first request of the best priority whose API key is none of these, and for which none has made way yet;
-        None if there is none. The queue must not be empty."""
+        """Return the first request of the best priority whose API key is not in `keys`, and for which none has made way
+        yet; None if there is none. The queue must not be empty."""
         best = self._priorities()[0]
         for request in self._preempted.get(best, ()):
             if request.key not in keys and not request.let_in:
@@ -235,7 +235,7 @@ class FairQueue:
         self._num_requests += 1
 
     def pop(self) -> Request:
-        """Take the head out; the next turn is another client's."""
+        """Remove and return the head; the next turn is another client's."""
         request, best = self.head, self._priorities()[0]
         self.remove(request)
         passes_over = any(priority > request.priority for priority in self._priorities())
@@ -245,7 +245,7 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is. ValueError if it does not wait."""
+        """Remove a request, wherever it is. Raises ValueError if it does not wait."""
         preempted = self._preempted.get(request.priority, [])
         if request in preempted:
             preempted.remove(request)
@@ -262,7 +262,7 @@ class FairQueue:
         requests = users.get(user, deque())
         if request not in requests:
             raise ValueError(f"request {request.params.request_id} does not wait")
-        # Who gives up a head has had a turn, and is last from then on.
+        # A client whose head is removed has had its turn, and is last from then on.
         is_user_s_turn = requests[0] is request and next(iter(users)) == user
         is_key_s_turn = is_user_s_turn and next(iter(keys)) == key
         requests.remove(request)
@@ -276,15 +276,15 @@ class FairQueue:
 
 
 class PromptTurns:
-    """Whose prompt the next round computes, of those of running requests that are not computed yet.
+    """Decides whose prompt the next round computes, among running requests with a prompt still to compute.
 
-    Lower priorities first. Of one priority the prompt of which the least is left, so that a short one does not wait for
-    all long ones that came before it; but of two chunks one goes to the prompt whose turn it is. It keeps its turn
-    until it is computed, then the next one has it, in the order of a FairQueue. So a client that sends a hundred long
-    ones delays the long one of another client by about one of them.
+    Lowest priority number first. Within a priority, the prompt with the least left comes first, so that a short one
+    does not wait for all long ones that came before it; but every other chunk goes to the prompt whose turn it is. A
+    prompt keeps its turn until it is computed, then the next one has it, in the order of a FairQueue. So a client that
+    sends a hundred long prompts delays a long one of another client by about one of them.
 
-    No prompt waits for ever: when lower priorities have been passed over for `_MAX_PASSES` chunks in a row, the next
-    one goes to the oldest prompt of those.
+    No prompt waits for ever: when less urgent priorities have been passed over for `_MAX_PASSES` chunks in a row, the
+    next chunk goes to the oldest of their prompts.
     """
 
     def __init__(self) -> None:
@@ -295,9 +295,9 @@ class PromptTurns:
         self._num_passes = 0
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
-        """Those requests, which are all that have a prompt to compute, in the order in which they may fill a chunk.
+        """Sort `requests`, all that have a prompt to compute, into the order in which they may fill a chunk.
 
-        Of equal ones the first given comes first.
+        Equal ones keep their order.
         """
         left = set(requests)
         for request in [one for one in self._queued if one not in left]:
@@ -321,14 +321,14 @@ class PromptTurns:
         return order
 
     def leave(self, request: Request) -> None:
-        """Forget a request that has no prompt to compute any more; or never had one."""
+        """Forget a request that has no prompt to compute any more, or never had one."""
         if request in self._queued:
             del self._queued[request]
             self._queue.remove(request)
 
 
 def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:
-    """Put a name behind the others if it had its turn, and take it out if nothing waits there."""
+    """Move a name behind the others if it had its turn; remove it if nothing waits under it."""
     if had_turn or not turns[name]:
         waiting = turns.pop(name)
         if waiting:
@@ -336,6 +336,6 @@ def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """The API key, and the user that it names."""
+    """Return a request's API key, and the user that it names."""
     key, _, user = request.params.client.partition("/")
     return key, user

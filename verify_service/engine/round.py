@@ -29,16 +29,16 @@ class Nodes:
     parents: Sequence[int] = ()
     depths: Sequence[int] = ()
     slots: Sequence[int] = ()
-    """Where the tree's mirror has them, until it takes another message. Nodes that grew on the device alone come
+    """Slots of the nodes in the tree's mirror, until it takes another message. Nodes that only grew on the device come
     behind those of the mirror, and have none."""
     scores: Sequence[float] = ()
-    """Path scores of nodes that grew on the device, once the round has ended; 1 for those of the mirror alone."""
+    """Path scores of nodes that grew on the device, once the round has ended; 1 for those that only the mirror has."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def only(self, keep: Sequence[bool]) -> Nodes:
-        """The nodes to keep; a node whose parent goes must go, too."""
+        """Return the nodes to keep; a node whose parent is dropped must be dropped, too."""
         kept = [index for index, is_kept in enumerate(keep) if is_kept]
         if len(kept) == len(self):
             return self
@@ -63,11 +63,11 @@ class Entry:
     request: Request
     num_extend: int
     nodes: Nodes = _NO_NODES
-    """Those that grew on the device are known when the round has ended."""
+    """Nodes that grew on the device are added when the round has ended."""
     max_grown: int = 0
-    """Nodes that it may take beside them of the tree that grew for it on the device; the pages are there."""
+    """Most nodes to take, beside `nodes`, from the tree that grew on the device; their pages are reserved."""
     is_ahead: bool = False
-    """Whether the round before is still under way: the root is the one token that it commits."""
+    """Whether the round before is still running: the root is the one token that that round commits."""
     start: int = field(init=False)
     """Position of the first token that is computed: where the request's valid KV ends when the round begins."""
     samples: bool = field(init=False)
@@ -77,7 +77,7 @@ class Entry:
     masks: Sequence[Mask] = ()
     """Tokens that may follow the root and each node, in their order; empty without a grammar or bad words."""
     error: OutriderError | None = None
-    """Why what is sampled does not count, and the request fails."""
+    """Why the request fails; what is sampled for it does not count then."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -90,13 +90,13 @@ class Entry:
         return self.num_extend > 1 or not self.samples
 
     def is_long(self, steady_rows: int) -> bool:
-        """Whether more tokens of a prompt are computed than a forward may have whose rows do not depend on each other
-        (LanguageModel.steady_rows; with 0 none is long)."""
+        """Whether the entry computes more tokens of a prompt than a forward may have rows that do not depend on each
+        other (LanguageModel.steady_rows); with 0 none is long."""
         return 0 < steady_rows < self.num_extend and self.start < self.request.prompt_len
 
     @property
     def scored(self) -> range:
-        """Prompt positions of the chunk whose logits are asked for; each tells of the token after it."""
+        """Prompt positions of the chunk whose logits are asked for, each for the token after it."""
         request = self.request
         if request.params.num_prompt_logprobs is None:
             return range(0)
@@ -113,44 +113,44 @@ class Growth(NamedTuple):
     """How the trees of the next round grow on the device, behind this one."""
 
     num_steps: int
-    """Levels at most, at least 1."""
+    """Most levels, at least 1."""
     num_nodes: int
-    """Of all requests."""
+    """Nodes over all requests."""
 
 
 class TakenTrees(NamedTuple):
-    """What a round was given of trees that grew behind the round before."""
+    """What a round takes from the trees that grew behind the round before."""
 
     growth: Growth
     num_rows: int
-    """Requests of the round before, with those that it was padded with."""
+    """Requests of the round before, padding included."""
     num_nodes: int
 
 
 class Batch(NamedTuple):
-    """What a round runs."""
+    """A round that is to be run."""
 
     entries: Sequence[Entry]
     wait_seconds: float
     """How long the round waited for drafts."""
     num_ready_nodes: int
-    """Tree nodes that it would have taken without a wait."""
+    """Tree nodes that the round would have taken without a wait."""
     growth: Growth | None = None
-    """What is drafted behind it on the same device, if anything."""
+    """Growth behind the round on the same device, if any."""
     taken: TakenTrees | None = None
-    """What it was given of trees that were drafted so behind the round before."""
+    """What the round takes from trees that grew behind the round before."""
     resting: bool = False
-    """Whether it left out nodes of drafts since plain rounds are faster."""
+    """Whether the round leaves out nodes of drafts because plain rounds are faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the target says to an entry: the accepted draft tokens and the bonus token, or nothing after a chunk."""
+    """The target's result for an entry: the accepted draft tokens and the bonus token, or no tokens after a chunk."""
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     error: OutriderError | None = None
-    """This request alone failed."""
+    """Set if this request alone failed."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the prompt tokens behind the positions of `Entry.scored`."""
 
@@ -161,16 +161,16 @@ class Result:
 
 
 class Pending:
-    """A round that was launched. Times are known once `wait` has returned, and None where nobody measures them."""
+    """A round that was launched. Times are known once `wait` has returned, and None if they are not measured."""
 
     gap_seconds: float | None = None
-    """How long the device had nothing to do before it; None, too, where other work lay between."""
+    """How long the device was idle before the round; also None if other work lay in between."""
     gpu_seconds: float | None = None
-    """How long the device worked on it."""
+    """How long the device worked on the round."""
     drafting_seconds: float | None = None
-    """How long the device drafted behind the round before; None, too, where it did not."""
+    """How long the device drafted behind the round before; also None if it did not."""
     complete: torch.cuda.Event | None = None
-    """When its features are stored; None where they are once it was waited for."""
+    """Event after which the round's features are stored; None if they are stored once `wait` has returned."""
 
     def done(self) -> bool:
         """Whether `wait` has nothing left to wait for. Never blocks."""
@@ -182,7 +182,7 @@ class Pending:
 
 
 class NodeSources(NamedTuple):
-    """Who found the nodes that a round takes of a tree, and how likely the drafter thought them."""
+    """Which drafters found the nodes that a round takes of a tree, and how likely they thought them."""
 
     drafters: Sequence[int]
     scores: Sequence[float]
@@ -193,17 +193,17 @@ NO_SOURCES = NodeSources((), (), ())
 
 
 def node_sources(mirror: TreeMirror, slots: Sequence[int], sources: Sequence[str]) -> NodeSources:
-    """Those of the nodes in these slots of a mirror. `sources` are the draft's names of its drafters."""
+    """Return the sources of the nodes in `slots` of a mirror. `sources`: the draft's names of its drafters."""
     found = [mirror.sources[slot] for slot in slots]
     used = sorted(set(found))
-    # A draft may have said fewer names than it uses; what it says is not believed elsewhere either.
+    # A draft may have given fewer names than it uses: nothing that it says is trusted.
     names = [sources[source] if source < len(sources) else f"source {source}" for source in used]
     places = {source: place for place, source in enumerate(used)}
     return NodeSources([places[source] for source in found], [mirror.scores[slot] for slot in slots], names)
 
 
 def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence[int]) -> list[int]:
-    """Indices of the nodes along committed tokens, from the root on, as far as there are any."""
+    """Return the indices of the nodes along committed tokens, from the root on, as far as there are any."""
     children = {pair: index for index, pair in enumerate(zip(parents, token_ids, strict=True))}
     path: list[int] = []
     for token in committed:
@@ -215,11 +215,11 @@ def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence
 
 
 def count_given(nodes: Nodes, committed: Sequence[int]) -> int:
-    """How many nodes along committed tokens are of a mirror; those that grew on the device alone follow them."""
+    """Return how many nodes along committed tokens a mirror has; those that only grew on the device follow them."""
     count = len(nodes.slots)
     return len(follow(nodes.parents[:count], nodes.token_ids[:count], committed)) if count else 0
 
 
 def varied_tokens(count: int, vocab_size: int) -> list[int]:
-    """Token ids to measure forwards with: at random, for copies of one token would wake the same few experts."""
+    """Return random token ids to measure forwards with: copies of one token would use the same few experts."""
     return Random(0).choices(range(vocab_size), k=count)

@@ -1,6 +1,7 @@
 """Trees that grow inside the round: which of them the next round takes, and what is grown behind it.
 
-`GrowthPolicy` decides by measured times alone how far trees grow and how many of their nodes pay, `RoundGrowth` whose.
+`GrowthPolicy` decides, by measurements alone, how far trees grow and how many of their nodes pay; `RoundGrowth` decides
+whose trees grow.
 """
 
 from __future__ import annotations
@@ -19,68 +20,68 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.round_drafts import GrowthCost, RoundDrafts
 
 PROBE_ROUNDS = 48
-"""Number of rounds of which one grows the largest tree, to measure what more nodes would bring."""
+"""One of this many rounds, the probe, grows the largest tree, to measure what more nodes would bring."""
 MAX_PROBE_ROUNDS = 1024
-"""Largest such number, reached where drafting has not paid for a long time."""
+"""Largest number of rounds from probe to probe, reached if drafting has not paid for a long time."""
 _PROBE_SHARE = 0.01
 """Part of all time that probes may take: where many tokens cost much, as with experts, they are rarer."""
 PROBE_LENGTH = 4
-"""Length of such a trial, in rounds, where nothing is grown otherwise."""
+"""Length of a probe, in rounds, if nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
 """Number of first rounds of each size that grow the largest tree."""
 LEAST_TRIAL_ROUNDS = 8
-"""The same where next to nothing is accepted, and the fewest where such a tree costs much, as with experts."""
+"""Least number of these: if next to nothing is accepted, or such a tree costs much, as with experts."""
 _DEAR_TRIAL = 2.0
-"""Seconds of a round with the largest tree over those of a plain one, above which there are fewer such rounds."""
+"""Cost of a round with the largest tree, in plain rounds, above which there are fewer first rounds."""
 _USELESS = 0.05
-"""Draft tokens that a request accepts in a round, below which that is so."""
+"""Draft tokens accepted per request and round, below which next to nothing is accepted."""
 _LOOK_EVERY = 8
 """Rounds between two searches for the best growth: a search takes as long as the choice of a round's nodes."""
 _LEARN = 0.02
 _LEARN_FROM_PROBES = 0.15
-"""Weights of the newest round in the averages, where every round is drafted for and where only probes are."""
+"""Weights of the newest round in the averages: if every round is drafted for, and if only probes are."""
 _LEARN_COST = 0.05
 """Weight of the newest round in the average time of growth by as many levels."""
 _HYSTERESIS = 1.02
 
 _LEAST_SHARE = 8
-"""Least limit on the nodes of one request among many, if its tree has as many."""
+"""Least value of the limit on the nodes of one request among many."""
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
 WARM_ROUNDS = 64
-"""Rounds before a trial that work for the drafter again, though nothing grows: it has the newest tokens' features."""
+"""Rounds before a probe that store features for the drafter though nothing grows: it then has the newest tokens'."""
 _MASKED_NODES = 32
-"""Nodes of a round that the host masks while the device waits: some 15 us each, of a round of some 5 ms."""
+"""Most nodes of a round that the host masks while the device waits: some 15 us each, in a round of some 5 ms."""
 
 Allowed = Callable[[Sequence[Entry], Sequence[Nodes]], Sequence[Nodes]]
-"""Of each entry's nodes, those that it may have."""
+"""Returns those of each entry's nodes that the entry may have."""
 
 
 class _FollowedCost:
     """The cost of growth behind rounds of one size: measured at start, followed while serving.
 
-    Other services may start on the device just then, and make it look dear.
+    Other services may start on the device during the measurement, and make growth look dear.
     """
 
     def __init__(self, measured: GrowthCost, max_steps: int) -> None:
         self.cost = measured
         self._levels = np.arange(max_steps + 1, dtype=np.float64)
         self._seconds: NDArray[np.float64] = np.array([measured.seconds(steps) for steps in range(max_steps + 1)])
-        """By levels, the average of what rounds took; as measured, where none have."""
+        """Average time of growth by levels; as measured at start where no round has grown as many."""
         self._weights: NDArray[np.float64] = np.zeros(max_steps + 1)
         self._weights[[1, max_steps]] = 1.0
 
     def observe(self, num_steps: int, seconds: float) -> None:
-        """Follow the growth behind a round, which took so long."""
+        """Learn that growth by `num_steps` levels behind a round took so long."""
         known = self.cost.seconds(num_steps)
-        # Now and then the drafter catches up with a prompt meanwhile.
+        # Now and then the drafter catches up with a prompt in that time.
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
         self._weights[num_steps] = min(self._weights[num_steps] + 1.0, 1.0 / _LEARN_COST)
         self._seconds[num_steps] += (seconds - self._seconds[num_steps]) / self._weights[num_steps]
         self.cost = self._line()
 
     def _line(self) -> GrowthCost:
-        """The line that lies closest to all averages."""
+        """Fit a line to all averages."""
         total = self._weights.sum()
         levels, seconds = (float(self._weights @ values) / total for values in (self._levels, self._seconds))
         beside = self._weights * (self._levels - levels)
@@ -90,33 +91,33 @@ class _FollowedCost:
 
 
 class VerifiedNodes(NamedTuple):
-    """The nodes that a round verified of the trees that had grown for it, of all its requests."""
+    """The nodes that a round verified for all requests whose trees had grown for it."""
 
     scores: Sequence[float]
     """Path scores; -inf for nodes that did not grow on the device."""
     depths: Sequence[int]
-    """Below the root, which has 0."""
+    """Depths below the root, which has 0."""
     accepted: Sequence[int]
-    """Indices of those that were accepted, without those that draft services had found."""
+    """Indices of the accepted nodes, without those that draft services had found."""
 
     def accepted_within(self, num_steps: int, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[num_steps + 1, sizes], how many of them had been there had trees grown by fewer levels, or nodes.
+        """Return [num_steps + 1, sizes]: accepted nodes that there had been had trees grown by fewer levels or nodes.
 
-        With d levels trees have the best nodes that are no deeper: an accepted node needs none of the others' places.
+        With d levels, a round has the best of the nodes that are no deeper: deeper ones take no places from them.
         """
         levels, depths = np.arange(num_steps + 1), np.array(self.depths, np.int64)
         scores, accepted = np.array(self.scores), np.array(self.accepted, np.int64)
         is_better = scores > scores[accepted][:, None]
-        # [accepted, levels], the better ones no deeper than each level.
+        # [accepted, levels]: how many better nodes are no deeper than each level.
         ranks = is_better.astype(np.float64) @ (depths[:, None] <= levels)
         is_there = (ranks[:, :, None] < sizes) & (depths[accepted][:, None] <= levels)[:, :, None]
         return np.asarray(is_there.sum(axis=0), np.float64)
 
 
 class _Table:
-    """Draft tokens accepted in rounds of one size, on average, by levels and nodes of growth.
+    """Average draft tokens accepted in rounds of one size, by levels and nodes of growth.
 
-    Those that draft services had found are counted apart: they are accepted with any growth, and with none.
+    Tokens that draft services had found are counted apart: they are accepted with any growth, and with none.
     """
 
     def __init__(self, num_steps: int, sizes: Sequence[int], cost: GrowthCost, trial_rounds: int) -> None:
@@ -126,19 +127,20 @@ class _Table:
         self.accepted: NDArray[np.float64] = np.zeros((num_steps + 1, len(sizes)))
         self.num_seen = np.zeros(self.accepted.shape, np.int64)
         self.num_given = 0.0
-        """Draft tokens accepted that draft services had found, on average."""
+        """Average draft tokens accepted that draft services had found."""
         self.num_rounds = 0
         self.since_probe = 0
         self.probe_every = PROBE_ROUNDS
         self.choice: tuple[int, int] = (num_steps, len(sizes) - 1)
         """The best growth found by the last search: levels, and index of a number of nodes."""
         self.num_new = 0
-        """Rounds that were learned from since that search."""
+        """Rounds learned from since that search; if only probes are drafted for, each counts as `_LOOK_EVERY`."""
 
     def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64], num_given: int) -> None:
         """Learn from a round that took the `size`-th number of nodes of `num_steps` levels.
 
-        `accepted`: [levels, sizes], draft tokens that it would have accepted with that growth, beside `num_given`.
+        `accepted`: [levels, sizes], draft tokens that the round would have accepted with each growth, beside
+        `num_given`.
         """
         seen = self.num_seen[: num_steps + 1, : size + 1]
         seen += 1
@@ -157,24 +159,24 @@ class _Table:
 class GrowthPolicy:
     """Picks levels and nodes that maximise expected committed tokens over measured time.
 
-    Every round that was drafted for tells what less would have brought: an accepted node of depth d would have been
-    there with d levels or more, if it was among the best of all requests' nodes that are no deeper than so many levels.
-    What more would bring is tried now and then.
+    Every round that was drafted for shows what less growth would have brought: with fewer levels and nodes, an accepted
+    node would have been there if it is no deeper than the levels, and among the best of all requests' nodes that are no
+    deeper either. What more growth would bring is tried now and then.
     """
 
     round_seconds: Callable[[int], float]
     """Seconds of a round by its tokens."""
     costs: Callable[[int], GrowthCost]
-    """Measured cost of growth by a round's requests."""
+    """Measured cost of growth by the number of a round's requests."""
     sizes: Callable[[int], Sequence[int]]
     """Numbers of nodes that fill rounds of so many requests, ascending."""
     max_steps: int
     fixed: Growth | None = None
-    """Growth of every round, where none is to be chosen."""
+    """Growth of every round, if it is not to be chosen."""
     _tables: dict[int, _Table] = field(default_factory=dict)
 
     def plan(self, num_rows: int) -> Growth | None:
-        """The growth behind a round of so many requests, for the next round; None for none."""
+        """Return the growth behind a round of `num_rows` requests, for the next round; None for no growth."""
         sizes = self.sizes(num_rows)
         if not sizes:
             return None
@@ -190,7 +192,7 @@ class GrowthPolicy:
             return Growth(self.max_steps, sizes[-1])
         is_over = table.num_rounds == table.trial_rounds + 2
         if is_over and not table.num_seen.any():
-            # None of its rounds had a request that could take its tree, which says nothing of the drafter.
+            # In none of these rounds could a request take its tree, which says nothing about the drafter.
             table.num_rounds = 0
             return None
         if table.num_new >= _LOOK_EVERY or is_over:
@@ -202,7 +204,7 @@ class GrowthPolicy:
         return Growth(steps, sizes[size]) if steps else None
 
     def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
-        """Whether `plan` would give None so many times, without a look at what was learned. Changes nothing."""
+        """Whether `plan` would return None so many times, without a search among what was learned. Changes nothing."""
         if not self.sizes(num_rows):
             return True
         table = self._tables.get(num_rows)
@@ -220,8 +222,8 @@ class GrowthPolicy:
     ) -> None:
         """Learn from a round that verified a growth.
 
-        `num_given`: accepted nodes that draft services had found, over all requests. `seconds`: of the growth, if it
-        was measured.
+        `num_given`: accepted nodes that draft services had found, over all requests. `seconds`: time of the growth, if
+        measured.
         """
         table = self._table(num_rows)
         if seconds is not None:
@@ -239,17 +241,17 @@ class GrowthPolicy:
             trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
             found = self._tables[num_rows] = _Table(self.max_steps, sizes, cost, trial_rounds)
             if useless:
-                # What is useless in some rounds is so in all: it is tried now and then, and not at first.
+                # A drafter that is useless in rounds of one size is so in all: try it now and then, but not at first.
                 found.num_rounds, found.choice = found.trial_rounds + 2, (0, 0)
                 found.probe_every = max(table.probe_every for table in useless)
         return found
 
     def _largest_seconds(self, num_rows: int, most_nodes: int, cost: GrowthCost) -> float:
-        """Seconds of a round that grows the largest tree, and verifies as large a one."""
+        """Return the seconds of a round that grows the largest tree, and verifies one as large."""
         return self.round_seconds(num_rows + most_nodes) + cost.seconds(self.max_steps)
 
     def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
-        """Rounds from one probe to the next in which probes take no more than their share of the time."""
+        """Return the fewest rounds from probe to probe with which probes take no more than their share of the time."""
         cost, (steps, size) = table.followed.cost, table.choice
         usual = self.round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
         probe = self._largest_seconds(num_rows, int(table.sizes[-1]), cost)
@@ -277,7 +279,7 @@ class RoundGrowth:
     policy: GrowthPolicy
     memory: Memory
     rows_of: Callable[[int], int]
-    """Number of rows that a round of so many requests is padded to."""
+    """Returns the number of rows that a round of so many requests is padded to."""
     limits: EngineLimits
     _grown: tuple[Growth, int] | None = None
 
@@ -287,9 +289,9 @@ class RoundGrowth:
         return 0 if self._grown is None else self.trees.num_grown
 
     def fetch(self, entries: Sequence[Entry], allowed: Allowed) -> None:
-        """Give entries whose nodes the host masks the trees that were grown for them, and `allowed` of their nodes.
+        """Give entries whose nodes the host masks the `allowed` nodes of the trees that were grown for them.
 
-        The round waits for the device, so this is for rounds where all entries are such; in others they go without.
+        This waits for the device, so it is done only if the host masks all entries; in other rounds they get no trees.
         """
         decoded = [entry for entry in entries if entry.samples]
         if not self.num_grown or not all(entry.request.is_masked for entry in decoded):
@@ -310,10 +312,10 @@ class RoundGrowth:
         return self.trees.failed or not _are_drafted(entries) or self.policy.rests(self.rows_of(len(entries)))
 
     def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
-        """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
+        """Let entries of a planned round take the trees that were grown for them, as far as there are pages.
 
-        They come beside the nodes that entries have of a draft service; what both have found is there once. Entries
-        with masks have theirs by now.
+        Entries keep the nodes that they have of a draft service; a node that is in both is taken once. Entries with
+        masks got their trees in `fetch`.
         """
         grown, num_given = self._grown, sum(len(entry.nodes) for entry in entries)
         if grown is None or not self.trees.num_grown:
@@ -334,15 +336,15 @@ class RoundGrowth:
         return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or has_fetched else None
 
     def room(self, entries: Sequence[Entry]) -> int:
-        """Nodes that a round of these entries has room for."""
+        """Return how many nodes a round of these entries has room for."""
         num_tokens = sum(entry.num_extend for entry in entries if not self.limits.is_apart(entry))
         return min(self.limits.max_nodes, self.limits.max_round_tokens - num_tokens)
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
-        """The growth to queue behind a round of these entries; None for none."""
+        """Return the growth to queue behind a round of these entries; None for no growth."""
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self.rows_of(num_roots) if num_roots else 0
-        # Rounds of requests that want no drafts would tell the policy that none are accepted.
+        # From rounds of requests that want no drafts, the policy would learn that none are accepted.
         growth = self.policy.plan(num_rows) if _are_drafted(entries) and not self.trees.failed else None
         rests = growth is None and (self.trees.failed or self.policy.rests(num_rows, WARM_ROUNDS))
         if growth is not None and not self._has_pages(entries):
@@ -363,9 +365,9 @@ class RoundGrowth:
     def learn(
         self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result], seconds: float | None
     ) -> None:
-        """Learn how many nodes a finished round accepted from the trees it was given, beside what others had found.
+        """Learn how many nodes a finished round accepted from its grown trees, beside those of draft services.
 
-        `seconds`: what the growth of those trees took, if it was measured.
+        `seconds`: time that the growth of those trees took, if measured.
         """
         scores: list[float] = []
         depths: list[int] = []

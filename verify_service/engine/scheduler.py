@@ -1,4 +1,4 @@
-"""Which requests take part in a round, with how many tokens and which tree nodes."""
+"""Decides which requests take part in a round, with how many tokens and which tree nodes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from verify_service.speculation.drafts import Drafts
 _UNLIMITED = 1 << 30
 
 _MIN_LED_PAGES = 4
-"""Pages of a prompt at least for which a request waits that another one is computing: it waits a round or more."""
+"""A request waits, a round or more, for another one to compute their common prefix only if it has this many pages."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Bounds of requests and rounds. Those from max_round_tokens on say which rounds the executor can run."""
+    """Limits of requests and rounds. Those from max_round_tokens on say which rounds the executor can run."""
 
     vocab_size: int
     context_length: int
     max_running: int = 64
     max_waiting: int = 1024
     chunk_size: int = 256
-    """Prompt tokens computed in one round at most, over all requests."""
+    """Most prompt tokens computed in one round, over all requests."""
     max_nodes: int = 64
-    """Tree nodes in one round at most, over all requests."""
+    """Most tree nodes in one round, over all requests."""
     max_hold_seconds: float = 0.02
     lockstep: bool = False
     """Every round waits for the drafts' answers to the last commits and takes their best nodes, whatever they cost."""
     spin: bool = False
-    """A device waits for the host between rounds: while requests run the engine never sleeps, and does what can wait
-    in small pieces, so as to see the end of a round at once. Costs a core."""
+    """A device waits for the host between rounds: while requests run, the engine never sleeps, and does other work in
+    small pieces, so that it sees the end of a round at once. Costs a core."""
     shares_cores: bool = False
     """Drafts share cores with rounds, and grow between them: the answer to every commit may be worth a wait."""
     max_round_tokens: int = _UNLIMITED
-    """Tokens of a round at most, chunks of prefill aside; with more requests than that they take turns."""
+    """Most tokens of a round, chunks of prefill aside; if there are more requests than that, they take turns."""
     max_depth: int = _UNLIMITED
     """Nodes deeper than this below the root are not taken."""
     root_apart: bool = False
@@ -59,12 +59,12 @@ class EngineLimits:
     the prompt's last token, which was the first root.
     """
     max_extend: int = 32
-    """Tokens of one request that a round computes again in that way, at most."""
+    """Most tokens of one request that a round computes again in that way."""
     steady_rows: int = 0
     """See LanguageModel: chunks of a prompt with more rows are computed apart from all others."""
 
     def left_by(self, terms: Terms) -> str:
-        """What of these bounds a draft on such terms does not serve; empty if it serves all."""
+        """Say which of these limits a draft service with `terms` cannot serve; empty if it can serve all of them."""
         left = []
         if 0 < terms.vocab_size < self.vocab_size:
             left.append(f"texts with token ids from {terms.vocab_size} on, of {self.vocab_size}")
@@ -73,9 +73,9 @@ class EngineLimits:
         return " and ".join(left)
 
     def recomputes(self, request: Request) -> bool:
-        """Whether the request's next token is one that chunks of prefill must not compute.
+        """Whether chunks of prefill must not compute the request's next token.
 
-        Decoding is what first computes the prompt's last token, and those behind it.
+        The prompt's last token, and those behind it, were first computed by decoding.
         """
         return self.deterministic and request.cached_len >= request.prompt_len - 1
 
@@ -96,14 +96,14 @@ class NodePlan(NamedTuple):
     awaited: Sequence[DraftWaitState]
     """States of requests whose draft may soon bring nodes."""
     num_tokens: int
-    """Tokens computed anyway, beside nodes."""
+    """Tokens that the round computes beside nodes."""
     prefill_seconds: float
-    """Seconds for prefill that is computed apart."""
+    """Seconds of prefill that is computed apart."""
 
     def note_end_chances(self, max_nodes: int) -> None:
-        """Tell awaited requests how likely what is committed runs past the nodes that the round takes of their trees.
+        """Tell awaited requests how likely the committed path runs past the nodes that the round takes of their trees.
 
-        A round of `max_nodes` nodes has no room for deeper ones, less likely as they are.
+        A round of `max_nodes` nodes has no room for deeper ones, which are less likely: there the chance counts as 0.
         """
         if any(state.num_parts for state in self.awaited):
             has_room = self.choice.num_nodes < max_nodes
@@ -118,7 +118,7 @@ class Scheduler:
     """Continuous batching at round granularity, in the order of a FairQueue; the last in rank gives way.
 
     Requests move waiting -> running -> (preempted -> waiting ->) ended. A running request holds pages; a waiting one
-    holds none. `plan`, `choose` and `take` lie between two rounds and are short; `release_ended` and `admit` can be
+    holds none. `plan`, `choose` and `take` run between two rounds and are short; `release_ended` and `admit` can be
     called while one runs.
     """
 
@@ -127,26 +127,26 @@ class Scheduler:
     budget: Budget
     limits: EngineLimits
     forget: Callable[[Request], None]
-    """Told of every request that gives up its pages."""
+    """Called for every request that gives up its pages."""
     grammars: Grammars
     waiting: FairQueue = field(default_factory=FairQueue)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
-    """For lack of pages."""
+    """Preemptions for lack of pages; those for newcomers are not counted."""
     _prompt_turns: PromptTurns = field(default_factory=PromptTurns)
     _ended: list[Request] = field(default_factory=list)
     _has_left: bool = False
-    """Whether a request has left those that run since their places were counted."""
+    """Whether a request has left `running` since places were counted."""
     _first_rank: tuple[float, int, int] = (-math.inf, 0, 0)
-    """Rank of the request that comes first in the next round, where not all fit."""
+    """Rank of the request that comes first in the next round, if not all fit."""
 
     @property
     def stalled(self) -> bool:
-        """Whether all requests that run wait for their grammars."""
+        """Whether all running requests wait for their grammars."""
         return bool(self.running) and all(one.grammar is not None and one.grammar.waits for one in self.running)
 
     def end(self, request: Request) -> None:
-        """Take out a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
+        """Remove a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
         if request in self.running:
             self.running.remove(request)
             self._ended.append(request)
@@ -163,7 +163,7 @@ class Scheduler:
             self.drafts.close(request)
 
     def admit(self) -> None:
-        """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
+        """Let as many waiting requests run as fit, and make sure that the next round finds free pages."""
         self._refill()
         while self.waiting and self._has_room(self.waiting.head):
             self._run(self.waiting.pop())
@@ -174,14 +174,14 @@ class Scheduler:
             return False
         if not self.running:
             return True
-        # Those that run have pages of their tokens yet to take. If prompts were let in regardless, they would make way
-        # for each other, and be computed again.
+        # Running requests have yet to take pages for their tokens. If prompts were let in regardless, they would make
+        # way for each other, and be computed again.
         page_size = self.memory.page_size
         owed = sum(max(one.committed_len // page_size + 1 - len(one.pages), 0) for one in self.running)
         return self.memory.fits(request, owed)
 
     def _run(self, request: Request) -> None:
-        """Have a request that has left the queue run."""
+        """Start to run a request that has left the queue."""
         self._attach(request)
         if request.num_cached_prompt_tokens is None:
             request.num_cached_prompt_tokens = request.cached_len
@@ -194,13 +194,13 @@ class Scheduler:
             self.drafts.resume(request)
 
     def _attach(self, request: Request) -> None:
-        """Give a request that has computed nothing what there is of its prompt. If one that runs is about to compute
-        more of it, that one is its leader from now on."""
+        """Give a request that has computed nothing the pages that there are of its prompt. If a running request is
+        about to compute more of it, that one becomes its leader."""
         self.memory.attach(request)
         request.leader, request.shared_len = None, 0
         least = _MIN_LED_PAGES * self.memory.page_size
         for one in self.running:
-            # Whoever has a leader is not made one, so no two wait for each other.
+            # A request that has a leader does not become one, so no two wait for each other.
             if one is not request and one.leader is None and self._prefills(one):
                 length = self.memory.num_shareable(request, one, least)
                 if length > request.shared_len:
@@ -212,7 +212,7 @@ class Scheduler:
         return len(request.tokens) - request.cached_len > 1 and not is_held
 
     def _end_following(self) -> None:
-        """Have those compute for themselves whose leaders have computed all that they share, or compute no more."""
+        """Let followers compute for themselves whose leaders have computed all shared tokens, or compute no more."""
         for request in self.running:
             leader = request.leader
             if leader is None or (
@@ -221,7 +221,8 @@ class Scheduler:
                 continue
             known, cached_len = request.num_cached_prompt_tokens or 0, request.cached_len
             self._attach(request)
-            # After a preemption it may be led again to what is counted, or to what it had computed for its first token.
+            # After a preemption a leader may bring tokens that are counted already, or that the request itself had
+            # computed for its first token.
             if request.committed_len == request.prompt_len:
                 request.num_cached_prompt_tokens = known + max(request.cached_len - max(cached_len, known), 0)
 
@@ -234,8 +235,8 @@ class Scheduler:
         self.running.sort(key=attrgetter("rank"))
 
     def _newcomer(self) -> Request | None:
-        """The waiting request, if any, for which one that runs makes way: its API key has none that runs, and another
-        key has several."""
+        """Return the waiting request, if any, for which a running one makes way: its API key has none that runs, and
+        another key has several."""
         if not self.waiting:
             return None
         request = self.waiting.newcomer({one.key for one in self.running})
@@ -246,9 +247,9 @@ class Scheduler:
         return request if last.place and last.priority >= request.priority else None
 
     def _let_newcomers_in(self) -> None:
-        """Have newcomers run in the next round, lest one key's long answers keep all others waiting for their ends."""
+        """Let newcomers run in the next round, so that none has to wait for the end of another key's long answers."""
         while (request := self._newcomer()) is not None:
-            # What ended in the last round still has pages, and a place in the executor that the newcomer may need.
+            # Requests that ended in the last round still hold pages, and places in the executor, that it may need.
             self.release_ended()
             if not self._has_room(request):
                 request.let_in = True
@@ -263,7 +264,7 @@ class Scheduler:
         return self._plain_round() or self._any_round()
 
     def _plain_round(self) -> list[Entry]:
-        """A root of each request that runs, as nearly all rounds are; nothing if this one is not. Changes nothing."""
+        """Lay out a round of one root per running request, as nearly all are; empty if it is not. Changes nothing."""
         entries: list[Entry] = []
         page_size = self.memory.page_size
         for request in self.running:
@@ -276,16 +277,16 @@ class Scheduler:
         return entries if len(entries) <= self.limits.max_round_tokens else []
 
     def plan_ahead(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The round behind one of these entries that is under way; nothing where that one must be read first.
+        """Lay out the round after that of `entries`, which is running; empty if that one must be read first.
 
-        It can be laid out if every request that runs commits one token in that one and goes on, for all that is known:
-        those at their limit are left out, and one that ends with a stop token is found in a round too many, which
-        nobody is told of. It writes behind the KV of committed tokens alone, in pages that the cache has not taken and
-        that nobody has used before it is over.
+        This is possible if, as far as is known, every running request commits one token in that round and goes on.
+        Requests at their limit are left out. One that ends with a stop token takes part in a round too many, which
+        nobody is told of: it writes only behind the KV of committed tokens, in pages that the cache has not taken and
+        that nobody uses before it is over.
         """
         ahead: list[Entry] = []
         if any(entry.max_grown for entry in entries):
-            # What the round under way is told of its trees would be overwritten, its requests cancelled or not.
+            # The description of the running round's trees would be overwritten, its requests cancelled or not.
             return ahead
         if self._newcomer() is not None:
             return ahead
@@ -305,7 +306,7 @@ class Scheduler:
         extends, prompts = self._extends()
         if self._has_left:
             most_pages = sum(extends.values()) // self.memory.page_size + len(self.running)
-            if self.memory.num_available < most_pages:  # else nobody gives way, and it would take a part of the gap
+            if self.memory.num_available < most_pages:  # else nobody gives way, and sorting would lengthen the gap
                 self._sort_running()
         num_tokens = index = 0
         # Preemption shortens the list from its end.
@@ -320,8 +321,8 @@ class Scheduler:
         return entries if num_tokens <= self.limits.max_round_tokens else self._take_turns(entries)
 
     def _extends(self) -> tuple[dict[Request, int], set[Request]]:
-        """Tokens of each request that runs which the next round may compute, without those of a tree, and who has more
-        than its root to compute, in chunks of prefill."""
+        """Return how many tokens of each running request the next round may compute, nodes aside, and the requests that
+        have more than a root to compute, in chunks of prefill."""
         limits, extends = self.limits, {}
         prompts: list[Request] = []
         self._end_following()
@@ -337,15 +338,14 @@ class Scheduler:
         extends.update(dict.fromkeys(prompts, 0))
         for request in dict.fromkeys(turns):
             extends[request] = extend = self._chunk(request, chunk)
-            # Padded to a whole chunk, one entry is all that a round has time for.
+            # A round has time for only one entry that is padded to a whole chunk.
             chunk -= chunk if extend and limits.deterministic else extend
         return extends, set(prompts)
 
     def choose(self, entries: Sequence[Entry], num_grown: int = 0) -> NodePlan:
-        """Which tree nodes pay, over all requests of a planned round.
+        """Choose the tree nodes that pay, over all requests of a planned round.
 
-        `num_grown`: nodes that have grown on the device; half of what a round may take is left to them if they are so
-        many.
+        `num_grown`: nodes that have grown on the device; up to half of what a round may take is left to them.
         """
         growing: list[Entry] = []
         mirrors: list[TreeMirror] = []
@@ -361,10 +361,10 @@ class Scheduler:
                 num_tokens += entry.num_extend
             num_roots += entry.samples
             if is_apart or not entry.samples:
-                # Behind a root that is computed apart, nodes are better taken when its token is known.
+                # Below a root that is computed apart, nodes are better taken when the token behind it is known.
                 continue
             if entry.num_extend > 1 and entry.scored:
-                # Rows of a forward round with its width: what is told of a prompt must not depend on a draft.
+                # The width of a forward changes the rounding of its rows: a prompt's scores must not depend on a draft.
                 continue
             spec = spec_of(entry.request)
             if resting or spec is None or (room := entry.request.draft_room) <= 0:
@@ -394,7 +394,7 @@ class Scheduler:
         plan.forest.take(plan.choice.num_nodes)
 
     def take(self, plan: NodePlan) -> None:
-        """Give a round the nodes that were chosen, but for those that a grammar forbids."""
+        """Give a round the chosen nodes, except those that a grammar forbids."""
         self.budget.took(plan.choice)
         if not plan.choice.num_nodes:
             return
@@ -416,18 +416,18 @@ class Scheduler:
             entry.node_sources = node_sources(spec.mirror, entry.nodes.slots, sources)
 
     def _chunk(self, request: Request, room: int) -> int:
-        """Tokens of a request with a prompt to compute that the next round takes, `room` at most."""
+        """Return how many tokens of a request's prompt the next round computes, at most `room`."""
         if self.limits.root_apart:
             end = request.prompt_len if self.limits.deterministic else request.committed_len
             return min(end - 1 - request.cached_len, room)
-        # Rounding follows the cuts: they are the request's own, the prompt's end one of them, whatever runs beside.
+        # Rounding depends on the cuts between chunks, so these, one at the prompt's end, depend on the request alone.
         to_prompt_end = request.prompt_len - request.cached_len
         end = request.prompt_len if to_prompt_end > 0 else request.committed_len
         whole = min(end - request.cached_len, self.limits.chunk_size)
         return whole if whole <= room else 0
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
-        """The entries that fit a round; those left out come first in the next one."""
+        """Return the entries that fit into a round; those left out come first in the next one."""
         chunks = [entry for entry in entries if self.limits.is_apart(entry)]
         others = [entry for entry in entries if not self.limits.is_apart(entry)]
         others.sort(key=lambda entry: entry.request.rank < self._first_rank)
@@ -441,7 +441,7 @@ class Scheduler:
         return chunks + taken
 
     def _refill(self) -> None:
-        """Pages for the roots and nodes of a round, and some more, lest every round evict a few."""
+        """Free pages for the roots and nodes of a round, and some more, lest every round evict a few."""
         need = 2 * len(self.running) + self.limits.max_nodes // self.memory.page_size
         need = min(need, self.memory.num_pages // 16)
         if self.memory.pool.num_free < need:
@@ -450,7 +450,7 @@ class Scheduler:
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, preempting the last in rank until they suffice; False when the request itself gave way.
 
-        Requests are planned in rank, so none that is in the round already is preempted.
+        Requests are planned by rank, so none that is in the round already is preempted.
         """
         if self.memory.reserve(request, length):
             return True
@@ -476,7 +476,7 @@ class Scheduler:
 
 
 def _first_leader(request: Request) -> Request:
-    """The request that computes for a request; itself if it has no leader."""
+    """Return the request that computes for this one; itself if it has no leader."""
     while request.leader is not None:
         request = request.leader
     return request

@@ -1,8 +1,8 @@
 """The engine process: `outrider.host.launch` calls `main` with the socket to the door. One thread, no loop.
 
 It loads what the door's `Start` names, says `Ready` or `Refused`, and runs rounds until told to stop or the door is
-gone. Its inbox takes frames of the door, and of draft engines of this host on lines; its reporter gathers what the
-engine tells the door. Signals are the door's business: it starts this process with SIGINT and SIGTERM blocked.
+gone. Its inbox takes frames from the door, and from draft engines on this host over lines; its reporter gathers what
+the engine tells the door. The door handles signals: it starts this process with SIGINT and SIGTERM blocked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SNAPSHOT_SECONDS = 0.25
 
 
 class VerifyReporter:
-    """The engine's observer and the end of every request's updates. Nothing leaves before `flush`."""
+    """The engine's observer, which also takes every request's updates. Nothing is sent before `flush`."""
 
     def __init__(self, pipe: Pipe[FromDoor], clock: Callable[[], float] = time.monotonic) -> None:
         self._pipe = pipe
@@ -69,15 +69,15 @@ class VerifyReporter:
         self._engine = engine
 
     def update(self, number: int, update: GenerationUpdate) -> None:
-        """What became of request `number`."""
+        """Add an update of request `number`."""
         self._updates.append((number, update))
 
     def ended(self, number: int) -> None:
-        """The cancelled request `number` has left the engine."""
+        """Note that the cancelled request `number` has left the engine."""
         self._ended.append(number)
 
     def read(self, session: int, weight: int) -> None:
-        """Messages of a draft were taken."""
+        """Note that messages of a draft were taken."""
         self._read[session] += weight
 
     def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
@@ -144,8 +144,8 @@ log = get_logger(__name__)
 class DraftServiceConnection:
     """A session with a draft service, see DraftConnection.
 
-    Its streams are in the door; where the draft's engine is on this host, a line is here. No method blocks while the
-    door reads.
+    The door has its streams; if the draft's engine is on this host, this object has a line to it. No method blocks
+    while the door reads.
     """
 
     session: int
@@ -153,12 +153,12 @@ class DraftServiceConnection:
     pipe: Pipe[FromDoor]
     terms: Terms = field(default_factory=Terms)
     line: Line[DraftBatch] | None = None
-    """Takes what the speculation stream would carry, and what the features stream would of features in a ring."""
+    """Carries the speculation stream's messages, and those of the features stream about features in a ring."""
     is_busy: bool = False
-    """Whether something has come on the line that was not dealt with: until then it is not read."""
+    """Whether messages of the line are still to be processed: until they are, it is not read."""
     projection_dtype: str = ""
     projection: bytearray = field(default_factory=bytearray)
-    """As much of it as has come."""
+    """The bytes of the projection that have come."""
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """See DraftConnection."""
@@ -170,7 +170,7 @@ class DraftServiceConnection:
     @property
     def has_room(self) -> bool:
         """See DraftConnection."""
-        # What is told of rounds should find little before it.
+        # Reports of rounds should not queue behind much else.
         self.pipe.flush()
         return not self.pipe.backlog
 
@@ -190,7 +190,7 @@ class DraftServiceConnection:
         self.pipe.send(SessionLost(self.session))
 
     def take_projection(self) -> Projection | None:
-        """The projection, all of which is here, if one was asked for."""
+        """Take the projection, all of which has come; None if none was asked for."""
         if not self.projection:
             return None
         matrix, self.projection = self.projection, bytearray()
@@ -204,9 +204,9 @@ class SocketInbox:
     """The engine's inbox, fed by the door's frames and by lines. The engine's thread alone uses it."""
 
     def __init__(self, pipe: Pipe[FromDoor]) -> None:
-        """To be used after `serve`: an engine is built with its inbox."""
+        """Call `serve` before use: an engine is built with its inbox."""
         self.stopped = False
-        """Whether the door asked for the end."""
+        """Whether the door asked the engine to stop."""
         self._pipe = pipe
         self._actions: list[Action] = []
         self._requests: dict[int, Request] = {}
@@ -217,18 +217,18 @@ class SocketInbox:
         self._reporter: VerifyReporter
 
     def serve(self, engine: VerifyEngine, reporter: VerifyReporter) -> None:
-        """From now on frames are for this engine."""
+        """Pass frames to this engine from now on."""
         self._engine = engine
         self._reporter = reporter
 
     def post(self, action: Action) -> None:
-        """Leave an action."""
+        """Queue an action."""
         self._actions.append(action)
 
     def take(self, timeout: float | None) -> list[Action]:
-        """All actions, after waiting for the door up to `timeout` seconds; None does not wait.
+        """Return all actions, after waiting up to `timeout` seconds for messages; None does not wait.
 
-        Returns as soon as the door has sent something, also where that asks for no action.
+        Returns as soon as something has come, even if it asks for no action.
         """
         received = self._receive()
         if timeout is not None and not received and not self._actions:
@@ -238,19 +238,19 @@ class SocketInbox:
         return actions
 
     def _receive(self) -> bool:
-        """Take in what was sent; whether there was anything, or never will be again."""
-        # A spinning engine waits nowhere, which is where the rest of a long frame would leave.
+        """Take in what was sent. Returns whether there was anything, or never will be again."""
+        # The rest of a long frame leaves while an engine waits, which a spinning one never does.
         self._pipe.flush()
         frames = self._pipe.receive()
         for frame in frames:
             self._handle(frame)
         if self._pipe.closed:
             self._engine.stop()
-        # Behind the door's frames: a session that is over is not read.
+        # Lines come after the door's frames: a session that is over is not read.
         return self._receive_from_lines() or bool(frames) or self.stopped or self._pipe.closed
 
     def _receive_from_lines(self) -> bool:
-        """Post what has come on lines; whether there was anything. A draft that never stops holds up nobody."""
+        """Post what has come on lines. Returns whether anything has. A draft that never stops sending delays nobody."""
         received = False
         for connection, line in list(self._lines.values()):
             line.flush()
@@ -271,7 +271,7 @@ class SocketInbox:
         return received
 
     def _handle(self, frame: FromDoor) -> None:
-        """One frame, in the order of arrival. What it asks for is done when the engine takes its actions."""
+        """Handle one frame, in order of arrival. Its actions are run when the engine takes them."""
         match frame:
             case Submit():
                 self._submit(frame)
@@ -288,7 +288,7 @@ class SocketInbox:
                 self._forget_line(connection)
                 self._engine.draft_disconnected(connection)
             case ProjectionFrame():
-                # The door has checked that it follows, and how many there are.
+                # The door has checked the order and number of parts.
                 connection = self._sessions[frame.session]
                 connection.projection_dtype = frame.part.dtype
                 connection.projection += frame.part.data
@@ -322,13 +322,13 @@ class SocketInbox:
 
     def _cancel(self, number: int) -> None:
         request = self._requests.pop(number, None)
-        # One that ended meanwhile has said so in its last update.
+        # A request that has ended meanwhile has said so in its last update.
         if request is not None:
             self._engine.cancel(request)
             self.post(lambda: self._reporter.ended(number))
 
     def _connect(self, up: DraftUp) -> DraftServiceConnection:
-        """The connection to a draft whose session began, with a line if its engine is on this host."""
+        """Return a connection to a draft whose session began, with a line if its engine is on this host."""
         connection = DraftServiceConnection(up.session, up.address, self._pipe, up.terms)
         offer = up.terms.line
         if offer is not None and (line := dial(offer.host, offer.path, offer.token)) is not None:
@@ -338,7 +338,7 @@ class SocketInbox:
         return connection
 
     def _forget_line(self, connection: DraftServiceConnection) -> None:
-        """A session has ended, or its line was lost."""
+        """Close a session's line, if it has one: the session has ended, or the line was lost."""
         if self._lines.pop(connection.session, None) is not None and connection.line is not None:
             connection.line.close()
 
@@ -364,7 +364,7 @@ def main(argv: list[str]) -> int:
 
 
 def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[TargetProfile]:
-    """An engine that hears and answers the door. Raises what `build` raises."""
+    """Build an engine that hears and answers the door. Raises what `build` raises."""
     inbox, reporter = SocketInbox(pipe), VerifyReporter(pipe)
     engine, served = build(options, inbox, reporter)
     reporter.watch(engine)
