@@ -1,4 +1,4 @@
-"""What the engine needs of an executor, and what all executors do alike: features and prompts' log-probabilities."""
+"""The interface of executors, and what all of them do alike: features and prompts' log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,93 +24,93 @@ from verify_service.features.staging import FeaturePlan, FeatureStaging, Ring, S
 log = get_logger(__name__)
 
 _MAX_PIECE_LOGITS = 1 << 23
-"""Logits that are in memory at once, 32 MB of them: a chunk times the vocabulary would take gigabytes."""
+"""Most logits in memory at once, 32 MB of them: those of a whole chunk would take gigabytes."""
 
 
 class Executor:
     """Runs a round's forward, sampling walk and KV compaction. Rounds run in the order of their launches.
 
-    What has to do with features, which all executors can store, is called between two rounds, but for `read_features`.
+    Methods for features, which all executors can store, are called between two rounds, except `read_features`.
     """
 
     launches_ahead: bool = False
-    """Whether a round may be launched before the one before was waited for; then there are two under way.
+    """Whether a round may be launched before the one before was waited for, so that two are under way.
 
-    Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled. Where there
-    is no device to keep busy, it would gain nothing, and a token behind an answer's end takes its time.
+    Such a round has only roots; for an entry with `is_ahead`, the root is the token that the device has just sampled.
+    Without a device to keep busy this gains nothing, and a token computed past an answer's end costs time.
     """
     lends_features: bool = True
     """Whether features may be stored for drafts."""
 
     def __init__(self, model: LanguageModel, num_slots: int, attention: AttentionBackend) -> None:
-        """`num_slots`: of the KV cache."""
+        """`num_slots`: slots of the KV cache."""
         self._model = model
         self._kv = model.new_kv(num_slots)
         self._attention = attention
         self.feature_format = model.config.hidden_size, str(model.dtype).removeprefix("torch.")
-        """Values of a layer's hidden state, and their dtype."""
+        """Number of values in a layer's hidden state, and their dtype."""
         self._features: FeatureStore | None = None
         self._staging: FeatureStaging | None = None
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
         """Queue a round, and the growth of trees behind it; returns before it has run.
 
-        Page tables cover every token of it. What entries and requests say is read here: between `launch` and `wait`
-        the engine takes messages in, which may end requests of the round.
+        Page tables must cover all of its tokens. Entries are laid out here: between `launch` and `wait` the engine
+        takes in messages, which may end requests of the round.
         """
         raise NotImplementedError
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
-        """Run what `launch` does on the host, without effect, also while a round runs; or do nothing.
+        """Run the host's part of `launch` without effect, perhaps while a round runs; or do nothing.
 
-        Called where the engine never sleeps: code that has not run for a round's time is slow at first.
+        An engine that never sleeps calls this: code that has not run for a round's time is slow at first.
         """
 
     def forget(self, request: Request) -> None:
-        """The request ended or gave up its pages, perhaps while a round with it is under way.
+        """Forget a request that ended or gave up its pages, perhaps while a round with it is under way.
 
-        Whatever is kept for it may be reused by the next launch, behind all that was launched before. A preempted
+        The next launch may reuse whatever is kept for it, since it runs after all that was launched before. A preempted
         request comes back with `cached_len` at what the radix cache had.
         """
         raise NotImplementedError
 
     def begin_features(self, plan: FeaturePlan) -> None:
-        """Prepare for rounds that store what the plan says, and nothing else, for every KV slot.
+        """Prepare for rounds that store the features of `plan`, and no others, for every KV slot.
 
-        Until `refresh_features` has said that nothing is left to be done, rounds go on as before. Raises OutriderError,
-        and nothing has changed, where there is no memory for them.
+        Rounds go on as before until `refresh_features` has returned 0. Raises OutriderError, and changes nothing, if
+        there is no memory for the features.
         """
         raise NotImplementedError
 
     def refresh_features(self) -> int:
-        """Do a piece of that; how many are left. 0: every round from now on stores features."""
+        """Do a piece of that preparation; return how many are left. At 0 every further round stores features."""
         return 0
 
     def lend_ring(self) -> Ring | None:
-        """Memory that a draft on this host may map; None where there is none to share."""
+        """Return memory that a draft on this host may map; None if there is none to share."""
         try:
             return self._stage().rings.lend()
         except torch.OutOfMemoryError:
             return None
 
     def take_back_ring(self, ring: Ring) -> None:
-        """The draft does not use it, or is gone."""
+        """Take back a ring whose draft does not use it, or is gone."""
         self._stage().rings.take_back(ring)
 
     def read_features(
         self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
     ) -> StagedRows | None:
-        """Copy features at KV slots [N] once the round `after` has run, to the ring or else to the host.
+        """Copy the features at KV slots [N], once the round `after` has run, to `ring` or else to the host.
 
-        None if too much is being copied, or lies in the ring, already. While a later round is under way, slots of
-        committed positions alone may be asked for.
+        Returns None if too much is being copied, or lies in the ring, already. While a later round is under way, only
+        slots of committed positions may be read.
         """
         if self._features is None:
             raise RuntimeError("features are not stored")
         return self._stage().read(self._features, slots, parts, after.complete if after is not None else None, ring)
 
     def _forward(self, batch: TokenBatch, slots: Tensor, store: FeatureStore | None) -> Tensor:
-        """A forward whose features go to `slots` [M] of a store, if there is one; returns hidden states [M, hidden]."""
+        """Run a forward; features go to `slots` [M] of `store`, if there is one. Returns hidden states [M, hidden]."""
         layers = () if store is None else store.inputs
         hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
         if store is not None:
@@ -123,7 +123,7 @@ class Executor:
         return FeatureStore(plan.layers, hidden, num_slots, model.dtype, model.device, plan.projection)
 
     def _stage(self) -> FeatureStaging:
-        """Raises torch.OutOfMemoryError where there is no memory for it."""
+        """Return the staging, made on first use. Raises torch.OutOfMemoryError if there is no memory for it."""
         if self._staging is None:
             self._staging = FeatureStaging(self._model.device)
         return self._staging
@@ -147,8 +147,8 @@ class PromptScores:
     def compute(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Queue the work for `hidden`, [N or more, hidden_size]: its first N rows are the positions, in order.
 
-        Rows past N are padding. They are computed where a piece of fixed size reaches into them, so that the shape of
-        the products depends on the chunk's alone.
+        Rows past N are padding. They are computed if a piece of fixed size reaches into them, so that the shape of the
+        products depends only on that of the chunk.
         """
         piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
         parts = []
@@ -166,14 +166,14 @@ class PromptScores:
             self._error = OverloadedError("no memory for log-probabilities of the prompt; try again later")
 
     def read(self) -> PromptLogprobs | OutriderError:
-        """What was computed, once the device has done it; an error of this request if its logits are unusable."""
+        """Return the result, once the device has computed it, or an error of this request: no memory, or bad logits."""
         if self._error is not None:
             return self._error
         columns = self._host.numpy().copy()
         num_top = (columns.shape[1] - 2) // 2
         floats = columns.view("float32")
         logprobs = floats[:, 0].copy()
-        # The sum over the vocabulary is part of it, so that one bad logit shows.
+        # Each contains the sum over the vocabulary, so that one bad logit shows.
         if (logprobs != logprobs).any():
             return InternalError("the model's logits are unusable", code="unusable_logits")
         return PromptLogprobs(
@@ -182,7 +182,7 @@ class PromptScores:
 
 
 def with_prompt(result: Result, scores: PromptScores) -> Result:
-    """A result with the prompt's log-probabilities; a failure of either is the request's."""
+    """Add the prompt's log-probabilities to a result; a failure of either fails the request."""
     read = scores.read()
     if result.error is not None:
         return result
@@ -192,9 +192,9 @@ def with_prompt(result: Result, scores: PromptScores) -> Result:
 
 
 def _describe(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """int32 [R, 2 + 2 num_top] of logits [R, V]: own logprob, rank, likeliest ids, their logprobs; floats as bits.
+    """Return int32 [R, 2 + 2 num_top] of logits [R, V]: own logprob, rank, top ids, their logprobs; floats as bits.
 
-    A token's own value is bitwise the one that it has among the likeliest: clients compare them.
+    A token's own value is bitwise the one that it has among the top ids: clients compare them.
     """
     total = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(-1, token_ids[:, None])
@@ -205,7 +205,7 @@ def _describe(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     top = logits.gather(-1, top_ids)
     order = top.sort(stable=True, dim=-1, descending=True).indices
     top, top_ids = top.gather(-1, order), top_ids.gather(-1, order).int()
-    # NaN where the logits hold one, +inf, or nothing but -inf.
+    # NaN if the logits hold NaN or +inf, or nothing but -inf.
     sound = torch.where(total.isfinite(), total, torch.nan)
     return torch.cat([_bits(own - sound), rank, top_ids, _bits(top - sound)], -1)
 

@@ -55,7 +55,7 @@ class _Renewal:
 
     store: FeatureStore
     stale: list[Bucket | PromptShape]
-    """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
+    """Rounds, and forwards of prompts, whose graphs do not store these features yet; the next to capture is last."""
 
 
 class CudaExecutor(Executor):
@@ -84,7 +84,7 @@ class CudaExecutor(Executor):
         self.limits = limits
         self.page_size = page_size
         self._on_gpu = device.type == "cuda"
-        # A plan of the host's would be made anew while it is in use.
+        # A backend that plans on the host would overwrite a plan that is in use.
         self.launches_ahead = not attention.plans_on_host
         tokens, rows = limits.max_round_tokens, limits.max_running
         self.buckets = Buckets(tokens, rows, fixed=limits.deterministic)
@@ -97,7 +97,7 @@ class CudaExecutor(Executor):
         self._output = RoundOutput(rows, device)
         self._dry_run_answers = self._output.to_host(rows)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
-        # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
+        # Other backends plan prompts on the host, by their lengths: nothing can be captured, and padding gains nothing.
         padded = isinstance(attention, TritonAttention)
         shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
         self.prefill = Prefill(
@@ -116,8 +116,8 @@ class CudaExecutor(Executor):
         self.drafts: RoundDrafts | None = None
 
     def draft_inside(self, model: DraftModel, options: DraftingOptions) -> None:
-        """From now on trees may grow behind rounds, on the same device; before anything is captured."""
-        # What rounds store for a drafter of their own they store for no other.
+        """Let trees grow behind rounds, on the same device. Call this before anything is captured."""
+        # Rounds with a drafter of their own store features only for that one.
         self.lends_features = False
         self._features = feature_store(model, self._model, self._kv.num_slots)
         self.drafts = RoundDrafts(
@@ -125,7 +125,7 @@ class CudaExecutor(Executor):
             options,
             self,
             self._features,
-            # Whatever attends in rounds: no other backend knows tree regions.
+            # Whichever backend rounds use: no other one knows tree regions.
             TritonAttention(),
             self.rows,
             limits=self.limits,
@@ -172,7 +172,7 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def capture_prefill(self) -> None:
-        """The part of `capture` that is about chunks of prompts."""
+        """Capture small chunks of prompts, and warm up the others."""
         self.prefill.capture(self._use_graphs, min(self._kv.num_slots, self.limits.context_length))
 
     @torch.inference_mode()
@@ -189,7 +189,8 @@ class CudaExecutor(Executor):
         if decode:
             drafts = self.drafts
             if drafts and any(entry.masks for entry in decode):
-                # Masks lie at the places that tokens have here: what grew on the device may move only rows behind them.
+                # Masks are placed by the host's order of tokens: nodes that grew on the device may only shift rows
+                # behind the masked ones.
                 decode.sort(key=lambda entry: not entry.masks)
             num_grown = min(drafts.num_grown, sum(entry.max_grown for entry in decode)) if drafts else 0
             bucket = self._bucket(decode, num_grown)
@@ -214,7 +215,7 @@ class CudaExecutor(Executor):
             scores = self.prefill.run(prefill)
             if not decode:
                 self._last_end = None
-            # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
+            # With decoding going on, only the next round's graph waits for a chunk, and requests that want its logits.
             done = self._mark() if scores or done is None else done
         complete = self._mark() if self._features is not None and decode and prefill else done
         return CudaRound(self, entries, decode, answers, listed, done, scores, clean=not prefill, complete=complete)
@@ -227,7 +228,7 @@ class CudaExecutor(Executor):
             self._dry_run_input.fill(decode, None, self._bucket(decode))
 
     def forget(self, request: Request) -> None:
-        """The request ended or gave up its pages: its row is free, for work queued from now on."""
+        """Free the row of a request that ended or gave up its pages, for work queued from now on."""
         self.rows.forget(request)
         if self.drafts is not None:
             self.drafts.forget(request)
@@ -240,9 +241,9 @@ class CudaExecutor(Executor):
             store = self._new_store(plan)
         self.graphs.discard_next()
         self.prefill.graphs.discard_next()
-        # Chunks behind rounds, the large ones first: what they need serves the others, too.
+        # Chunks come after rounds, the large ones first: their memory serves the others, too.
         chunks = self.prefill.graphs.captured()[::-1]
-        # Of rounds those that were run most come first, then the small ones; the list is taken from its end.
+        # The rounds that were run most come first, then small ones. The list is taken from its end.
         rounds = sorted(self.graphs.captured(), key=lambda bucket: (-self._uses[bucket], bucket), reverse=True)
         self._renewal = _Renewal(store, [*chunks, *rounds])
 
@@ -262,9 +263,9 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:
-        """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph.
+        """Capture a round, or a forward of prompts, that stores features; without memory for it, it gets no graph.
 
-        Raises RankError where memory ends amid a run, which the other ranks have run to its end.
+        Raises RankError if memory runs out amid a run, which the other ranks have run to its end.
         """
         self._last_end = None
         captured = False
@@ -280,12 +281,12 @@ class CudaExecutor(Executor):
     def _capture_next(self, shape: Bucket | PromptShape) -> bool:
         if isinstance(shape, PromptShape):
             return self.prefill.capture_next(shape)
-        # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
+        # The last round's results were read and the next round is not laid out, so an empty one does no harm.
         self._input.clear()
         return self.graphs.capture_next(shape, partial(self.link.tell, ROUND, shape))
 
     def read(self, round_: CudaRound, answers: RoundAnswers) -> list[Result]:
-        """Results of a finished round's decode entries; the round is told the device's times."""
+        """Return the results of a finished round's decode entries, and set the round's times on the device."""
         begin, end, drafted = answers.clock
         round_.gpu_seconds, last = (end - begin) * 1e-9, self._last_end
         if last is not None:
@@ -326,7 +327,7 @@ class CudaExecutor(Executor):
         self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
 
     def _body(self, bucket: Bucket) -> None:
-        """The whole of a round on the device, between the copies of what goes into it and what comes out."""
+        """Run a whole round on the device, between the copies of its input and its output."""
         self._output.stamp(0)
         tokens = self._input.tokens(bucket)
         drafts, store = (None, None) if bucket.is_bare else (self.drafts, self._features)
@@ -365,7 +366,10 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def measure(self, width: int, context: int = MEASURED_CONTEXT, repeats: int = 5) -> float:
-        """Seconds of the fastest round of `width` tokens in one row over `context` cached ones. Trashes the cache."""
+        """Return the seconds of the fastest round of `width` tokens in one row over `context` cached ones.
+
+        Trashes the cache.
+        """
         context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
         num_pages = -(-(context + width) // self.page_size)
         self.rows.enter(self.rows.spare, 0, range(num_pages))
@@ -383,7 +387,7 @@ class CudaExecutor(Executor):
 
 
 def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
-    """Grammar masks of a round of these entries, with the places of their roots among its tokens."""
+    """Return the masks of a round of these entries, with the places of their roots among its tokens."""
     runs: list[tuple[int, Sequence[Mask]]] = []
     if not any(entry.masks for entry in entries):
         return runs
@@ -397,7 +401,7 @@ def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
 
 @dataclass(eq=False, repr=False)
 class CudaRound(Pending):
-    """A round that the device works on. Times of what the device did are those of the decode round."""
+    """A round that the device works on. The device's times are those of its decode part."""
 
     executor: CudaExecutor
     entries: Sequence[Entry]

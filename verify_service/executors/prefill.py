@@ -25,9 +25,9 @@ from verify_service.executors.round_buffers import RequestRows
 class Prefill:
     """Computes the KV of prompt tokens; nothing is sampled, since roots are left to decoding.
 
-    The description of a forward is one copy to the device. Small forwards are padded to one of few shapes and read it
-    from memory that stays where it is, so that they can be captured: launching one kernel by kernel takes the host
-    longer than the device takes to run it, and the next round cannot be launched meanwhile.
+    The description of a forward is one copy to the device. Small forwards are padded to one of a few shapes and read it
+    from a fixed address, so that they can be captured: launching one kernel by kernel takes the host longer than the
+    device takes to run it, and the next round cannot be launched meanwhile.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Prefill:
         shapes: PrefillShapes,
         link: ExecutorLink,
     ) -> None:
-        """`compute`: hidden states of a forward, [M, hidden_size]; may be captured. `link`: to the other ranks of the
-        model, which compute their part of every forward."""
+        """`compute`: returns the hidden states of a forward, [M, hidden_size]; may be captured. `link`: to the other
+        ranks of the model, which compute their part of every forward."""
         self._link = link
         self._model = model
         self._compute = compute
@@ -58,7 +58,7 @@ class Prefill:
         self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body, compiling=link.compiling)
 
     def run(self, entries: Sequence[Entry]) -> dict[Entry, PromptScores]:
-        """Queue the chunks of a round. Returns what is on its way to the host of prompts that are to be described."""
+        """Queue the chunks of a round. Returns log-probabilities that requests ask for, on their way to the host."""
         scores: dict[Entry, PromptScores] = {}
         for group in [[entry] for entry in entries] if self._shapes.fixed else [entries]:
             hidden = self._forward([self._chunk(entry) for entry in group])
@@ -67,14 +67,14 @@ class Prefill:
 
     def capture(self, use_graphs: bool, room: int) -> None:
         """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
-        kernels to be compiled. `room`: positions that page tables and the cache have."""
+        kernels to be compiled. `room`: number of positions that page tables and the cache have."""
         self._link.tell(CAPTURE_SMALL, (use_graphs,))
         self.capture_small(use_graphs)
         for counts in self._shapes.others(room):
             self._forward([self._empty_chunk(count) for count in counts])
 
     def capture_small(self, use_graphs: bool) -> None:
-        """The part of `capture` that is about small forwards."""
+        """Capture small forwards, or without `use_graphs` run them once."""
         small = self._shapes.small
         self._clear()
         if use_graphs and small:
@@ -85,7 +85,7 @@ class Prefill:
 
     def capture_next(self, shape: PromptShape) -> bool:
         """See GraphPool."""
-        # Queued behind forwards that may still read their description.
+        # This is queued behind forwards that may still read their description.
         self._clear()
         nothing = self._layout.describe((), self._rows.spare)
         return self.graphs.capture_next(shape, partial(self._link.tell, PROMPTS, shape, nothing))
@@ -99,7 +99,7 @@ class Prefill:
         return PromptChunk(row, request.tokens[start:end], start, slots)
 
     def _empty_chunk(self, num_tokens: int) -> PromptChunk:
-        """Tokens of nobody, which are written nowhere."""
+        """Return a chunk of tokens that belong to no request and are written nowhere."""
         return PromptChunk(self._rows.spare, np.zeros(num_tokens, np.int32), 0, np.full(num_tokens, -1, np.int32))
 
     def _clear(self) -> None:
@@ -107,7 +107,7 @@ class Prefill:
         put(self._layout.describe((), self._rows.spare), self._model.device, into=self._description)
 
     def _forward(self, chunks: Sequence[PromptChunk]) -> Tensor:
-        """Queue a forward. Returns [M, hidden_size], padding included, which the next small forward overwrites."""
+        """Queue a forward. Returns [M, hidden_size], padding included; the next small forward overwrites it."""
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
         layout = self._layout if shape in self._shapes.small else PromptLayout(shape)
         words = layout.describe(chunks, self._rows.spare)
@@ -115,7 +115,7 @@ class Prefill:
         return self.forward(shape, words)
 
     def forward(self, shape: PromptShape, words: NDArray[np.int32]) -> Tensor:
-        """Queue a forward of this shape that PromptLayout has described in `words`; returns as `_forward`."""
+        """Queue a forward of this shape that PromptLayout has described in `words`; returns the same as `_forward`."""
         device = self._model.device
         if shape in self._shapes.small:
             put(words, device, into=self._description)
@@ -129,13 +129,13 @@ class Prefill:
         return self._last
 
     def logits(self, first: int, count: int) -> Tensor:
-        """Logits of rows of the last forward."""
+        """Return the logits of `count` rows of the last forward, from row `first` on."""
         return self._model.logits(self._last[first : first + count])
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Logits of `rows` of the last forward, of which all ranks have their part.
+        """Return the logits of `rows` of the last forward, of which each rank computes a part.
 
-        Raises RankError where memory for them ends: the others wait for this rank's part, or are a step ahead of it.
+        Raises RankError if memory runs out: the others wait for this rank's part, or are a step ahead of it.
         """
         first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
         self._link.tell(LOGITS, (first, len(rows)))
@@ -143,7 +143,7 @@ class Prefill:
             return self._model.logits(rows)
 
     def _body(self, shape: PromptShape) -> None:
-        """The small forward that was described last; may be captured."""
+        """Run the small forward that was described last; may be captured."""
         batch = self._layout.batch(self._description, shape, self._rows.page_tables, self._page_size)
         self._hidden[: shape.tokens].copy_(self._compute(batch))
 
@@ -152,7 +152,7 @@ class Prefill:
         for entry in group:
             if positions := entry.scored:
                 start = first + positions.start - entry.request.cached_len
-                # Padding behind a chunk of fixed size keeps the products in their shape, too.
+                # With chunks of fixed size, padding is included so that the products keep their shape, too.
                 end = None if self._shapes.fixed else start + len(positions)
                 scores[entry] = PromptScores(entry, positions)
                 scores[entry].compute(self._logits, hidden[start:end])
@@ -160,29 +160,29 @@ class Prefill:
 
 
 _GRAPH_TOKENS = (64, 128, 192, 256, 384, 512)
-"""Steps that cost a forward of an 8B shape at most about 2 ms of padding, where launching it kernel by kernel takes the
-host 10 ms. Larger forwards take the device longer than the host."""
+"""Token counts of small forwards. Padding to the next one costs a forward of an 8B shape at most about 2 ms, while the
+host takes 10 ms to launch it kernel by kernel. Larger forwards take the device longer than the host."""
 _SMALL_TOKENS = 128
 _GRAPH_ROWS = (7, 15)
-"""Of forwards up to _SMALL_TOKENS, and of others. One below a power of two: attention is a kernel of its own for each
-of those. An empty row may cost an empty tile, and more of them than processors would be in each other's way."""
+"""Rows of forwards up to _SMALL_TOKENS, and of other small ones. One below a power of two, since attention has a kernel
+for each of those. An empty row may cost an empty tile, and more of these than processors would delay each other."""
 
 
 class PrefillShapes:
-    """Which shape a forward is padded to."""
+    """Chooses the shape that a forward is padded to."""
 
     def __init__(self, chunk_size: int, max_rows: int, fixed: bool = False, padded: bool = True) -> None:
         """Forwards have `chunk_size` tokens at most, as a rule, and `max_rows` rows.
 
-        `fixed`: every forward has that many token slots and one row, so that results do not depend on shapes. Not
-        `padded`: forwards have the shape that they have.
+        `fixed`: every forward has `chunk_size` token slots and one row, so that results do not depend on shapes. Not
+        `padded`: forwards keep the shape that they have.
         """
         self.fixed = fixed
         self._chunk_size = chunk_size
         self._padded = padded
         self._rows = sorted({min(rows, max_rows) for rows in (*_GRAPH_ROWS, max_rows)})
         self.small: list[PromptShape] = []
-        """Shapes that are worth a graph, the smallest first; the last one has the most rows, too."""
+        """Shapes that are worth a graph, smallest first; the last one has the most rows, too."""
         if fixed:
             self.small = [PromptShape(chunk_size, 1)] if chunk_size <= _GRAPH_TOKENS[-1] else []
         elif padded:
@@ -191,21 +191,21 @@ class PrefillShapes:
                 self.small.append(PromptShape(tokens, min(rows, max_rows)))
 
     def fit(self, num_tokens: int, num_rows: int) -> PromptShape:
-        """The shape for a forward of so many tokens and rows: the first small one that holds both, if there is one."""
+        """Return the shape for a forward of so many tokens and rows: the first small one that holds both, if any."""
         if self.fixed:
             return PromptShape(self._chunk_size, 1)
         for shape in self.small:
             if num_tokens <= shape.tokens and num_rows <= shape.rows:
                 return shape
         if self._padded:
-            # Tokens would take time, an empty row takes next to none.
+            # Padding with tokens would take time; an empty row takes next to none.
             num_rows = next((rows for rows in self._rows if rows >= num_rows), num_rows)
         return PromptShape(num_tokens, num_rows)
 
     def others(self, room: int) -> list[list[int]]:
-        """Forwards, as tokens of each row, that together run all kernels of those that are not small.
+        """Return forwards, each as the tokens of its rows, that together run all kernels of those that are not small.
 
-        `room`: positions that a page table, and the cache, have.
+        `room`: number of positions that a page table, and the cache, have.
         """
         largest = min(self._chunk_size, room)
         if self.fixed:

@@ -1,13 +1,13 @@
-"""What ranks tell each other: rank 0 starts the others, looks after them and says what it does, and they do it, too.
+"""Communication of ranks: rank 0 starts the others, watches them and tells them what it does, and they do the same.
 
-On a CPU they meet at the model: rank 0 says what it computes and which KV it moves (`LeadingModel`), and `follow` has
-the others do the same.
+On a CPU ranks meet at the model: rank 0 says what it computes and which KV it moves (`LeadingModel`), and the others do
+the same in `follow`.
 
 On GPUs rank 0 tells the others what it launches, and the rest is in the graphs (`RankLink`). A round's tokens are
-shared on the devices, at the head of its graph, and what it commits behind its sampling: so the other ranks need no
-sampling tables and no masks, and whatever rank 0 does to a round they do, too. A drafter whose model is cut, too, grows
-the same trees on all ranks: their tokens come from the same logits, which all ranks have whole, and their features from
-the same residual stream. What tells requests apart, their rows, pages and temperatures, comes from rank 0's host.
+shared on the devices at the head of its graph, and its committed tokens after sampling. So the other ranks need neither
+sampling tables nor masks, and run the same round whatever rank 0 does to it. A drafter whose model is cut, too, grows
+the same trees on all ranks: tokens come from the same logits, which all ranks have whole, and features from the same
+residual stream. Rows, pages and temperatures, which tell requests apart, come from rank 0's host.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ Numbers = Sequence[int] | Ints
 WORKER_MODULE = "verify_service.engine.rank_worker"
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
-"""An engine that meets the fault itself tells its clients, and has so long for it."""
+"""Time for the engine to meet the fault itself, and tell its clients."""
 _REFUSAL_SECONDS = 10.0
-"""So long one at its start has to refuse its options, which it does when it has read its part of the weights."""
+"""Time for a starting engine to refuse its options, which it does after it has read its part of the weights."""
 START = 0
 """Kind of the first message of rank 0: the options."""
 ROUND, CAPTURE, PROMPTS, CAPTURE_SMALL, PAGES, LOGITS = range(1, 7)
-"""Kinds of messages on GPUs, all of int32: a bucket; several; a shape of prompts and its description; whether with
-graphs; a row, a place and the pages from there on; the first row of the last prompts, and how many."""
+"""Kinds of messages on GPUs, all of int32, in this order: a bucket; several buckets; a shape of prompts and its
+description; whether with graphs; a row, a place and the pages from there on; the first row of the last prompts, and how
+many rows."""
 DRAFT_CAPTURE, DRAFT_ROW, DRAFT_CUT, DRAFT_CONTEXT, DRAFT_GROW = range(7, 12)
-"""The same of what a drafter does that is cut over ranks: see RankedDrafter."""
+"""Kinds of messages about a drafter that is cut over ranks: see RankedDrafter."""
 NEW_KV, FORWARD, HIDDEN, CLEAR, MOVE = range(12, 17)
 """Kinds of messages on a CPU; HIDDEN brings rows for the output matrix."""
 _SAMPLING = struct.Struct("<dQq")
@@ -73,7 +74,7 @@ class Followers:
     """The processes of ranks 1 and up, tied to the thread that made them."""
 
     def __init__(self, options: VerifyOptions) -> None:
-        """Start them; they begin to load. Call it on the main thread."""
+        """Start the processes, which begin to load. Call this on the main thread."""
         world = options.tensor_parallel_size
         self.memory = RankMemory.create(world, options.rank_seconds)
         self._seconds = options.rank_seconds
@@ -85,11 +86,11 @@ class Followers:
         self.memory.check = self.check
         self.memory.send(START, msgspec.msgpack.encode(options))
         log.info("%d ranks; those behind this one are processes %s", world, [p.pid for p in self._processes.values()])
-        # From now on: a graph's first run waits on the device, where nobody else would see that a rank has ended.
+        # Watch from now on: a graph's first run waits on the device, and nobody else would see that a rank has ended.
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raise RankError, or ConfigError for one that refuses its options at the start, for a rank that has ended."""
+        """Raise RankError if a rank has ended, or ConfigError if it has refused its options at the start."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 said = self.memory.said(rank)
@@ -98,7 +99,7 @@ class Followers:
                 raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or exit_text(code)})")
 
     def started(self) -> None:
-        """All ranks serve: from now on one that hangs ends the engine, too, also while nothing is asked of it."""
+        """Note that all ranks serve: from now on one that hangs ends the engine, too, even while that is idle."""
         self.memory.started()
         self._is_started = True
 
@@ -128,7 +129,7 @@ class Followers:
 
 
 class ExecutorLink:
-    """What an executor says to other ranks of its model. This one has none."""
+    """An executor's link to the other ranks of its model. This one is for a model without other ranks."""
 
     is_ranked = False
 
@@ -143,20 +144,20 @@ class ExecutorLink:
         commit()
 
     def check(self) -> None:
-        """Raise RankError if the ranks cannot go on, or what a finished round brought is worthless."""
+        """Raise RankError if the ranks cannot go on, or if the results of a finished round are worthless."""
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Meanwhile each rank runs what it likes, to compile it; then all are awaited."""
+        """Let each rank run on its own within this context, to compile; at its end, wait for all ranks."""
         yield
 
     @contextmanager
     def in_step(self, what: str) -> Iterator[None]:
-        """Raise RankError for memory that ends amid `what`: the others run it to its end, or wait for this rank."""
+        """Raise RankError if memory runs out amid `what`: the others run it to its end, or wait for this rank."""
         yield
 
     def give_up_drafting(self, error: Exception) -> None:
-        """Raise RankError where drafting failed on one rank; alone it may be done without."""
+        """Raise RankError, since drafting failed on one rank; a model without other ranks goes on without drafting."""
 
 
 class RankLink(ExecutorLink):
@@ -175,7 +176,7 @@ class RankLink(ExecutorLink):
             self._memory.send(kind, b"".join(np.asarray(part, np.int32).tobytes() for part in parts))
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Return the smallest of all ranks' numbers."""
         return min(int(text) for text in self._memory.trade(b"%d" % number))
 
     def share(self, parts: Sequence[Tensor]) -> None:
@@ -218,7 +219,7 @@ class RankLink(ExecutorLink):
 
 
 class RankedDrafter(RoundDrafter):
-    """See RoundDrafter. Of a request's sampling the other ranks get what candidates are ranked by."""
+    """See RoundDrafter. The other ranks get only those sampling parameters that candidates are ranked by."""
 
     def __init__(self, link: ExecutorLink, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options, compiling=link.compiling)
@@ -252,7 +253,7 @@ class RankedDrafter(RoundDrafter):
         super().capture(shapes, choices)
 
     def replay(self, kind: int, numbers: Ints) -> None:
-        """As another rank than 0, do what rank 0 does; `kind`: see RankLink."""
+        """Do, on a rank above 0, what rank 0 does. `kind`, `numbers`: kind and body of its message."""
         if kind == DRAFT_GROW:
             tokens, rows, num_steps, num_nodes = numbers.tolist()
             super().grow(RoundShape(tokens, rows), num_steps, num_nodes)
@@ -273,14 +274,14 @@ class RankedDrafter(RoundDrafter):
 
 
 def pack_chunks(chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> Ints:
-    """Their number, of each row, start, offset and number of tokens, then all tokens, all slots, all feature slots."""
+    """Encode their number; row, start, offset and number of tokens of each; all tokens, slots and feature slots."""
     heads = [(chunk.table_row, chunk.start, chunk.offset, len(chunk.slots)) for chunk in chunks]
     parts = [[len(chunks)], *heads, *(chunk.token_ids for chunk in chunks), *(chunk.slots for chunk in chunks)]
     return np.concatenate([np.asarray(part, np.int32) for part in (*parts, feature_slots)])
 
 
 def unpack_chunks(numbers: Ints) -> tuple[list[PromptChunk], list[int]]:
-    """What `pack_chunks` was given."""
+    """Decode what `pack_chunks` was given."""
     count = int(numbers[0])
     heads = numbers[1 : 1 + _CHUNK_WORDS * count].reshape(-1, _CHUNK_WORDS)
     ends = np.cumsum(heads[:, 3])
@@ -292,7 +293,7 @@ def unpack_chunks(numbers: Ints) -> tuple[list[PromptChunk], list[int]]:
 
 
 class LeadingModel(LanguageModel):
-    """Rank 0's part of a model, as the model that all ranks together are: it has the others compute theirs."""
+    """Rank 0's part of a model, used as the whole model: it makes the other ranks compute their parts."""
 
     config: ModelConfig
 
@@ -327,7 +328,7 @@ class LeadingModel(LanguageModel):
 
 
 class _LeadingKV(KVCache):
-    """Rank 0's part of a cache of which every rank has its heads."""
+    """Rank 0's part of a KV cache of which every rank has some heads."""
 
     def __init__(self, model: CausalLM, num_slots: int, memory: RankMemory) -> None:
         config = model.config
@@ -346,7 +347,7 @@ class _LeadingKV(KVCache):
 
 @torch.inference_mode()
 def follow(model: CausalLM, memory: RankMemory) -> None:
-    """Do what rank 0 does, for ever."""
+    """Repeat what rank 0 does, for ever."""
     attention = TorchAttention()
     kv: KVCache | None = None
     while True:
@@ -385,7 +386,7 @@ def _pack_batch(batch: ForwardBatch) -> bytes:
 
 
 def _unpack_batch(data: bytes) -> ForwardBatch:
-    """What `_pack_batch` was given."""
+    """Decode what `_pack_batch` was given."""
     token_ids, positions, parts = msgspec.msgpack.decode(data)
     segments = []
     for num_queries, kv_slots, mask_bytes, num_spare in parts:

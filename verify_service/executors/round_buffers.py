@@ -24,14 +24,14 @@ from verify_service.engine.round import Entry
 from verify_service.executors.ranks import PAGES, ExecutorLink
 
 MAX_DEPTH = 31
-"""Draft tokens of one path that a round may accept."""
+"""Most draft tokens of one path that a round may accept."""
 NUM_COMMITTED = MAX_DEPTH + 1
-"""Tokens that a round may commit for one request."""
+"""Most tokens that a round may commit for one request."""
 _WIDTH = 2 + 2 * NUM_COMMITTED
 _CLOCK = 6
-"""Words of a round's output that are of each row, and that lie before them."""
+"""Words of a round's output: of each row (_WIDTH), and before the rows (_CLOCK)."""
 _USUAL_COMMITTED = 4
-"""Tokens of a request that most rounds commit no more than: the others' are read in a second step."""
+"""Most rounds commit no more tokens than this for a request; longer rows are read in a second step."""
 
 
 class Bucket(NamedTuple):
@@ -40,13 +40,13 @@ class Bucket(NamedTuple):
     tokens: int
     rows: int
     only: bool = False
-    """There is no other bucket, so rows may be empty."""
+    """Whether there is no other bucket, so that rows may be empty."""
     is_bare: bool = False
-    """Nothing is done for a drafter inside rounds: no trees are taken, no features stored."""
+    """Whether nothing is done for a drafter inside rounds: no trees are taken, no features stored."""
 
     @property
     def max_row_tokens(self) -> int:
-        """Tokens that one row may have. With half of the rows empty, a smaller bucket would have been taken."""
+        """Most tokens that one row may have. With half of the rows empty, a smaller bucket would have been taken."""
         return self.tokens if self.only else self.tokens - self.rows // 2
 
 
@@ -84,8 +84,8 @@ class _HostInput:
 class RoundInput:
     """The int32 fields of `RoundTokens`, and entries of page tables that the round adds, in one piece of memory.
 
-    Laid out for the largest bucket, on the device and twice in pinned memory, for the host to write in turn: the device
-    may not have read what was written last.
+    Laid out for the largest bucket, once on the device and twice in pinned memory. The host writes the latter two in
+    turn, since the device may not have read what was written last.
     """
 
     def __init__(self, max_tokens: int, max_rows: int, spare_row: int, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class RoundInput:
         spans = {name: slice(start, start + sizes[name]) for name, start in self._starts.items()}
         fields = {name: self._device[span] for name, span in spans.items()}
         self.updates = fields.pop("updates").view(-1, 3)
-        """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
+        """On the device, [U, 3] of table row, place and page; entries with a negative row are unused."""
         self._tokens = RoundTokens(**fields)
         self._host, self._other = (_HostInput(bounds[-1], spans, device.type == "cuda") for _ in range(2))
         self._largest = Bucket(max_tokens, max_rows)
@@ -110,7 +110,7 @@ class RoundInput:
     def fill(self, entries: Sequence[Entry], rows: RequestRows | None, bucket: Bucket) -> None:
         """Describe a round of these entries; fields are written as far as the bucket reads them.
 
-        Without `rows` no request gets one, and no page becomes known.
+        Without `rows` no request gets a row, and no page is sent to the device.
 
         The round before the last one must be over.
         """
@@ -124,7 +124,7 @@ class RoundInput:
             table_row = self._spare_row if rows is None else rows.row(request)
             if rows is not None and (pages := rows.new_pages(request, len(self._host.updates) - len(updates))):
                 updates += pages
-            # What nearly all entries are; the other way takes a third longer for it.
+            # Nearly all entries are like this; the general way takes a third longer for them.
             if extend == 1:
                 token_ids.append(-1 if entry.is_ahead else request.tokens[cached])
                 positions.append(cached)
@@ -155,7 +155,7 @@ class RoundInput:
         self._send(_Lists(*chain, [0, num_tokens], [cached_len], [0], [self._spare_row]), bucket, [])
 
     def _send(self, lists: _Lists, bucket: Bucket, updates: Sequence[tuple[int, int, int]]) -> None:
-        """Queue the copy to the device. Padded to the bucket: few calls, for each takes as long as a request."""
+        """Pad fields to the bucket and queue the copy to the device, in few calls: each takes as long as a request."""
         self._host, self._other = self._other, self._host
         num_tokens, num_rows = bucket.tokens, bucket.rows
         self._put("token_ids", num_tokens, lists.token_ids, 0)
@@ -170,7 +170,7 @@ class RoundInput:
         self._device.copy_(self._host.memory, non_blocking=True)
 
     def _put(self, name: str, size: int, values: list[int], rest: int) -> None:
-        """Begin a field with these, and `rest` up to `size`; numpy takes twice as long for a list."""
+        """Write `values` to a field, and `rest` behind them up to `size`; numpy takes twice as long for a list."""
         put = _int32s(size).pack_into
         put(self._host.bytes, 4 * self._starts[name], *values, *[rest] * (size - len(values)))
 
@@ -194,10 +194,10 @@ class RoundInput:
 
 
 class RoundOutput:
-    """What a round brought each row: int32 [B, 2 + 2 * NUM_COMMITTED] of number of tokens, error, tokens, nodes.
+    """A round's output for each row: int32 [B, 2 + 2 * NUM_COMMITTED] of number of tokens, error, tokens, nodes.
 
-    Before it lie three int64 clock readings in nanoseconds: when the round began and ended on the device, and when the
-    drafting behind the round before it ended.
+    Before the rows lie three int64 clock readings in nanoseconds: when the round began and ended on the device, and
+    when the drafting behind the round before it ended.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -216,11 +216,11 @@ class RoundOutput:
         return self._rows[: bucket.rows]
 
     def stamp(self, index: int) -> None:
-        """Note the device's time: 0 for the begin, 1 for the end, 2 for the end of what is drafted behind it."""
+        """Note the device's time: `index` 0 at a round's begin, 1 at its end, 2 at the end of drafting behind it."""
         stamp(self._times, index)
 
     def to_host(self, num_rows: int) -> RoundAnswers:
-        """Queue a copy of the first rows: the next round overwrites them."""
+        """Queue a copy of the first rows, which the next round overwrites."""
         return RoundAnswers(self._used[num_rows].to("cpu", non_blocking=True, copy=True))
 
 
@@ -231,7 +231,7 @@ class RoundAnswers:
         self._copied = copied
 
     def read(self) -> list[list[int]]:
-        """Rows [number of tokens, error, tokens ...]; longer than they need be."""
+        """Return rows of [number of tokens, error, tokens ...], which may have unused words at their end."""
         rows: NDArray[np.int32] = self._copied.numpy()[_CLOCK:].reshape(-1, _WIDTH)
         read: list[list[int]] = rows[:, : 2 + _USUAL_COMMITTED].tolist()
         for row, answer in enumerate(read):
@@ -247,19 +247,19 @@ class RoundAnswers:
 
 
 class RowListener(Protocol):
-    """Is told what becomes of rows."""
+    """Hears of all changes of rows."""
 
     def admitted(self, request: Request, row: int) -> None:
-        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages."""
+        """Note that a request got a row. Its first `cached_len` tokens come from the radix cache."""
 
     def paged(self, pages: Sequence[int]) -> None:
-        """A request in a row got further pages, which hold nothing yet."""
+        """Note that a request in a row got further pages, which hold nothing yet."""
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """These pages of a row, from this place on, are to be entered in page tables that the listener keeps."""
+        """Enter pages of a row, from `place` on, in page tables that the listener keeps."""
 
     def update(self, updates: Tensor) -> None:
-        """The same of what a round adds; see RequestRows.update."""
+        """Enter what a round adds in page tables that the listener keeps; see RequestRows.update."""
 
 
 class RequestRows:
@@ -280,27 +280,27 @@ class RequestRows:
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
         self.listener: RowListener | None = None
-        """Who is told of rows, if anybody; set before any row is taken."""
+        """Hears of all changes of rows, if set; must be set before any row is taken."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, request: Request) -> int:
-        """The request's row; it gets one if it has none."""
+        """Return the request's row; it gets one if it has none."""
         found = self._rows.get(request)
         return self._admit(request) if found is None else found
 
     def forget(self, request: Request) -> None:
-        """Free the row."""
+        """Free the request's row, if it has one."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free.append(row)
             del self._num_known[request]
 
     def new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
-        """(row, place, page) of pages that the device does not know; from now on it does.
+        """Return (row, place, page) of the request's pages that the device does not know; from now on it does.
 
-        More than `most` are a copy of their own, as with small pages those may be that room for trees was made in.
+        More than `most` get a copy of their own instead: with small pages, room for a tree may take so many.
         """
         known, pages = self._num_known[request], request.pages
         if known == len(pages):
@@ -317,7 +317,7 @@ class RequestRows:
     def _admit(self, request: Request) -> int:
         row = self._free.pop()
         self._rows[request] = row
-        # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
+        # Many pages at once get a copy of their own; a round's updates have room only for those that it adds.
         self._num_known[request] = 0
         if self.listener is not None:
             self.listener.admitted(request, row)
@@ -346,7 +346,7 @@ class RequestRows:
             self._num_known[request] = len(pages)
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """Queue a copy of a row's pages from this place on to the page tables."""
+        """Queue a copy of pages to a row of the page tables, from `place` on."""
         self._link.tell(PAGES, (row, place), pages)
         put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
         if self.listener is not None:
@@ -354,7 +354,7 @@ class RequestRows:
 
 
 class Buckets:
-    """The smallest shape that holds a round is taken."""
+    """The shapes that rounds are padded to: a round takes the smallest that holds it."""
 
     def __init__(self, max_tokens: int, max_rows: int, fixed: bool = False) -> None:
         """`fixed`: the largest shape is the only one, for rounds whose results must not depend on it."""
@@ -363,7 +363,7 @@ class Buckets:
         self._only = fixed
 
     def fit(self, num_tokens: int, num_rows: int) -> Bucket:
-        """The smallest bucket. Raises ValueError for a round that is too large for all."""
+        """Return the smallest bucket that holds a round. Raises ValueError for a round that is too large for all."""
         if num_tokens > self.tokens[-1] or num_rows > self.rows[-1]:
             raise ValueError(
                 f"a round of {num_tokens} tokens in {num_rows} rows is over {self.tokens[-1]} in {self.rows[-1]}"
@@ -373,19 +373,19 @@ class Buckets:
         return Bucket(tokens, rows, self._only)
 
     def bare(self, rows: int) -> Bucket:
-        """The smallest one of so many rows, without what a drafter inside rounds needs."""
+        """Return the smallest bucket of so many rows, without what a drafter inside rounds needs."""
         return self.fit(1, rows)._replace(is_bare=True)
 
     def width(self, num_tokens: int) -> int:
-        """Tokens that a round of `num_tokens` is padded to."""
+        """Return the number of tokens that a round of `num_tokens` is padded to."""
         return self.tokens[min(bisect_left(self.tokens, num_tokens), len(self.tokens) - 1)]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Token counts whose times make a curve; at least two."""
+        """Token counts, at least two, whose times make a cost curve."""
         return tuple(self.tokens) if len(self.tokens) > 1 else (1, max(self.tokens[0], 2))
 
     def all(self) -> list[Bucket]:
-        """Largest first, so that a shared memory pool is sized by the first capture."""
+        """Return all buckets, largest first, so that the first capture sizes a shared memory pool."""
         found = {self.fit(tokens, rows) for rows in self.rows for tokens in self.tokens}
         return sorted(found, reverse=True)

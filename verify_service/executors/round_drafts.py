@@ -59,7 +59,7 @@ class GrowthCost:
     """Seconds of every further level."""
 
     def seconds(self, num_steps: int) -> float:
-        """Seconds of growth by so many levels; 0 for none."""
+        """Return the seconds of growth by so many levels; 0 for none."""
         return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
 
 
@@ -84,14 +84,14 @@ class DraftingOptions:
 
 
 def stored_features(store: FeatureStore, model: DraftModel, slots: Tensor) -> Tensor:
-    """The features that rounds store, as a drafter takes them; see FeatureRows."""
+    """Return the features that rounds stored at `slots`, as a drafter takes them; see FeatureRows."""
     found = torch.empty(len(slots), store.width, dtype=store.dtype, device=store.device)
     store.gather(slots, store.parts, found)
     return model.finish_product(found) if PROJECTED in store.parts else model.project(found)
 
 
 def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> FeatureStore | None:
-    """Memory for the features that a drafter takes of the target; None for a model that takes none."""
+    """Return memory for the features of the target that a drafter takes; None if its model takes none."""
     if not model.feature_layers:
         return None
     hidden, layers = target.config.hidden_size, model.feature_layers
@@ -105,7 +105,7 @@ def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> F
 
 
 class RoundDrafts:
-    """The drafter of an executor, and what it knows of each request."""
+    """The drafter of an executor, and its state of each request."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class RoundDrafts:
         page_size: int,
         link: ExecutorLink,
     ) -> None:
-        """`rounds`: the executor, whose rows, limits and pages the drafter uses. `link`: to ranks with parts of the
-        model."""
+        """`rounds`: the executor, whose rows, limits and pages the drafter uses. `link`: to the other ranks that have
+        parts of the draft model."""
         self._link = link
         self._model = model
         self._options = options
@@ -158,43 +158,43 @@ class RoundDrafts:
             chunk_size=_CATCH_UP_TOKENS,
         )
         self.num_behind = 0 if self.drafter.lag else 1
-        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
+        """Positions behind a round's last token that the drafter writes to: one, if it computes KV of the new root."""
         rows.listener = self
         self.trees = RoundTrees(limits.max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
-        """The best nodes behind the last round, which the next one may take."""
+        """Number of best nodes that grew behind the last round, which the next one may take."""
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, limits.context_length)
         self._drafted: dict[Request, int] = {}
-        """Committed tokens of each request that the drafter has KV of, or leaves out."""
+        """How many committed tokens of each request the drafter has KV of, or leaves out."""
         self._cuts: dict[Request, ContextCut] = {}
         """What the drafter leaves out of requests with long contexts."""
         self._lacks_sinks: set[Request] = set()
-        """Requests whose contexts were cut, and whose first tokens are to be computed for that."""
+        """Requests whose contexts were cut, and whose first tokens are yet to be computed for the cut."""
         self._growing: set[Request] = set()
         """Requests whose trees grew behind the last round."""
         self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
         """[num_pages], whether the drafter has KV of all of a page's tokens."""
         self.rests = False
-        """Whether the next round, behind which nothing is drafted, is to do nothing for the drafter.
+        """Whether the next round, behind which nothing is drafted, stores no features for the drafter.
 
-        The drafter will go without the features of its tokens, as if they told nothing.
+        The drafter will then take the features of no token for those of that round's tokens.
         """
         self._lacks_features: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
-        """[num_pages], whether rounds that did nothing for it computed some of a page's tokens."""
+        """[num_pages], whether rounds that stored no features computed some of a page's tokens."""
         self._spare_slot = num_pages * page_size
         """Slot of the features of no token."""
         self._costs: dict[int, GrowthCost] = {}
         self._behind: Sequence[Entry] = ()
-        """Entries of the round in the making whose requests the drafter lacks tokens of."""
+        """Entries of the round that is being laid out for whose requests the drafter lacks KV."""
         self._is_fetched = False
-        """Whether the host takes the nodes that grow behind that round, to mask them: no request goes without masks."""
+        """Whether the host fetches the nodes that grow behind that round, to mask them: all its requests have masks."""
         self._is_deep = False
         """Whether that round has nodes deeper than trees grow here."""
 
     def cost(self, num_rows: int) -> GrowthCost:
-        """Measured cost of growth behind rounds of so many requests."""
+        """Return the measured cost of growth behind rounds of so many requests."""
         return self._costs.get(num_rows, _FREE)
 
     def has_tree(self, request: Request) -> bool:
@@ -223,23 +223,23 @@ class RoundDrafts:
         self.drafter.memory.update_pages(updates)
 
     def forget(self, request: Request) -> None:
-        """The request ended or gave up its pages."""
+        """Forget a request that ended or gave up its pages."""
         self._drafted.pop(request, None)
         self._cuts.pop(request, None)
         self._lacks_sinks.discard(request)
         self._growing.discard(request)
 
     def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
-        """An entry's nodes and the best of those that have grown for it, for which the device is waited for."""
+        """Return an entry's nodes and the best of those that have grown for it. Waits for the device."""
         grown = self.trees.fetched(self._rows.row(entry.request), max_nodes)
         return _joined(entry.nodes, grown, min(entry.request.draft_room, MAX_DEPTH))
 
     def mark(self, entry: Entry) -> None:
-        """Note for a traced request where its nodes come from, of which those grew here that have no slots."""
+        """Note for a traced request where its nodes come from; those without slots grew here."""
         nodes, first = entry.nodes, len(entry.nodes.slots)
         if entry.request.params.trace:
             drafters, given, names = entry.node_sources or NO_SOURCES
-            # What a grown node hangs below has grown, too, whoever else found it.
+            # The parent of a grown node has grown, too, whoever else found it.
             edges = [
                 score - (nodes.scores[parent] if parent >= 0 else 0.0)
                 for score, parent in zip(nodes.scores[first:], nodes.parents[first:], strict=True)
@@ -293,9 +293,9 @@ class RoundDrafts:
             self.num_grown = growth.num_nodes
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run an action; an error switches the drafter off, unless the device is broken, which is raised.
+        """Run an action. An error switches the drafter off, but is raised if the device is broken.
 
-        So is RankError where other ranks draft, too: they may wait for this one, or be a step ahead of it.
+        If other ranks draft, too, RankError is raised: they may wait for this one, or be a step ahead of it.
         """
         if self.failed:
             return
@@ -325,9 +325,9 @@ class RoundDrafts:
         self._costs = {rows: self._measure(shape, sizes(rows)[-1]) for rows, shape in largest.items() if sizes(rows)}
 
     def _shape(self, bucket: Bucket, *, is_deep: bool = False) -> RoundShape:
-        """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow here.
+        """Return a round's rows, and slots for the tokens it may commit with trees no deeper than they grow here.
 
-        `is_deep`: some have deeper nodes of a draft service.
+        `is_deep`: some trees have deeper nodes, of a draft service.
         """
         slots = bucket.rows * (self.max_steps + 1)
         if slots >= bucket.tokens:
@@ -354,7 +354,7 @@ class RoundDrafts:
         return GrowthCost(one, (more - one) / max(self.max_steps - 1, 1))
 
     def read(self, row: int, entry: Entry) -> None:
-        """Note which nodes a finished round verified for an entry, in row `row`, beside those that it was given."""
+        """Give an entry, in row `row`, all nodes that a finished round verified for it, grown ones included."""
         found = self.trees.read(row, entry.num_extend)
         depths: list[int] = []
         for parent in found.parents:
@@ -363,11 +363,11 @@ class RoundDrafts:
         self.mark(entry)
 
     def shared(self, bucket: Bucket) -> list[Tensor]:
-        """What other ranks that draft must know of a round on the device, beside its tokens."""
+        """Return what other ranks that draft need of a round on the device, beside its tokens."""
         return [self.trees.drafted(bucket.rows)] if self._link.is_ranked else []
 
     def merge(self, base: RoundTokens) -> RoundTokens:
-        """The round's tokens with its trees, on the device; may be captured."""
+        """Return the round's tokens with its trees, on the device; may be captured."""
         self.trees.to_device()
         return self.trees.merge(base, self.drafter.grown)
 
@@ -388,7 +388,7 @@ class RoundDrafts:
         )
 
     def _missing(self, request: Request) -> int:
-        """Tokens that the drafter has to compute."""
+        """Return how many of a request's tokens the drafter has yet to compute."""
         sinks = self._cuts[request].sinks if request in self._lacks_sinks else 0
         return len(request.tokens) - self._drafted[request] + sinks
 
@@ -400,7 +400,7 @@ class RoundDrafts:
             self._has_kv[request.pages[known:full]] = True
 
     def _late(self, behind: Sequence[Entry]) -> set[Request]:
-        """Requests that the drafter cannot catch up with behind the next round."""
+        """Return the requests that the drafter cannot catch up with behind the next round."""
         late: set[Request] = set()
         room = _CATCH_UP_TOKENS
         for entry in behind:
@@ -410,7 +410,7 @@ class RoundDrafts:
         return late
 
     def _cut(self, request: Request) -> None:
-        """Leave out what is too much of a context. The first tokens come near, and are computed for that."""
+        """Cut a context that is too long. Its first tokens move nearer, and are computed again for that."""
         size, lag, before = self._page_size, self.drafter.lag, self._cuts.get(request, WHOLE)
         cut = cut_context(before, len(request.tokens) - lag, self._model.window, size)
         if cut is before:
@@ -450,7 +450,7 @@ class RoundDrafts:
     def _chunk(
         self, request: Request, first: int, past: int, feature_slots: list[int], *, are_sinks: bool = False
     ) -> PromptChunk:
-        """The tokens at KV positions `first` to `past` - 1; slots of their features go behind `feature_slots`."""
+        """Return the tokens at KV positions `first` to `past` - 1; append their features' slots to `feature_slots`."""
         size, lag, gap = self._page_size, self.drafter.lag, self._cuts.get(request, WHOLE).gap
         at, pages = np.arange(first, past, dtype=np.int32), np.array(request.pages, np.int32)
         slots = pages[at // size] * size + at % size
@@ -463,7 +463,7 @@ class RoundDrafts:
 
 
 def _joined(given: Nodes, grown: GrownNodes, max_depth: int) -> Nodes:
-    """Nodes that an entry has, and behind them those that grew and are no deeper than `max_depth`, each node once."""
+    """Return an entry's nodes, and behind them those that grew and are no deeper than `max_depth`, each node once."""
     token_ids, parents, depths = list(given.token_ids), list(given.parents), list(given.depths)
     scores = [1.0] * len(token_ids)
     there = {pair: node for node, pair in enumerate(zip(parents, token_ids, strict=True))}

@@ -24,11 +24,11 @@ from verify_service.features.staging import FeaturePlan
 MEASURED_CONTEXT = 192
 """Cached tokens behind which rounds are timed."""
 _MEASURE_SECONDS = 0.1
-"""A width is measured anew until this much time has gone by."""
+"""A width is measured again until this much time has passed."""
 
 
 def entry_mask(entry: Entry) -> torch.Tensor | None:
-    """Who attends to whom among an entry's own tokens: bool [num_tokens, num_tokens]; None where causal."""
+    """Return which of an entry's own tokens attend to which: bool [num_tokens, num_tokens]; None if causal."""
     extend, nodes = entry.num_extend, entry.nodes
     if not len(nodes):
         return None
@@ -76,14 +76,14 @@ class _Part:
         self.scored = entry.scored
 
     def segment(self, first: int, last: int, page_size: int) -> Segment:
-        """Its rows `first` up to `last`."""
+        """Return its rows `first` up to `last`."""
         mask = entry_mask(self.entry) if last > self.num_extend else None
         mask = None if mask is None else mask[first:last, :last]
         length = self.start + last
         return Segment(last - first, self.slots[:length], mask, num_spare=-length % page_size)
 
     def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of accepted nodes, and where the committed order wants them."""
+        """Return slots of accepted nodes to move, and the slots that they have in committed order."""
         moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
         return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
 
@@ -102,7 +102,7 @@ class _Forward(NamedTuple):
     Attributes:
         batch: of M rows.
         rows: M places, where they stand among all rows of the round.
-        slots: int64 [M], that their KV is written to.
+        slots: int64 [M], the rows' KV slots, at which features are stored, too.
     """
 
     batch: ForwardBatch
@@ -111,10 +111,10 @@ class _Forward(NamedTuple):
 
 
 def cut_round(parts: Sequence[_Part], steady_rows: int) -> list[list[_PartRows]]:
-    """The forwards of a round, one behind the other.
+    """Cut a round into forwards that run one after the other; only one if `steady_rows` is 0.
 
-    Where no bit of a row depends on the rows beside it in forwards of up to `steady_rows` rows, so that a draft or
-    another request changes none, longer chunks of prompts have a forward each, and all other rows as few as they need.
+    In forwards of up to `steady_rows` rows no bit of a row depends on the rows beside it, so no draft or other request
+    can change it. Longer chunks of prompts get a forward each, and all other rows as few forwards as they need.
     """
     if not steady_rows:
         return [[_PartRows(part, 0, part.num_tokens) for part in parts]]
@@ -136,10 +136,10 @@ def cut_round(parts: Sequence[_Part], steady_rows: int) -> list[list[_PartRows]]
 class TorchExecutor(Executor):
     """Forward, sampling walk and KV compaction with plain torch operations.
 
-    In fp32 rows of a forward round differently with its width: log-probabilities differ by up to 1e-4 between two runs
-    with other drafts or batches, and where two candidates are nearer than that, the token may differ. In bf16, where
-    the CPU has avx512_bf16, a root's row has the same bits at every width; a node's may have its keys in other lanes.
-    Where the model has steady rows, no row depends on what else the round has: see `cut_round`.
+    In fp32 a forward's width changes the rounding of its rows: log-probabilities differ by up to 1e-4 between two runs
+    with other drafts or batches, and if two candidates are closer than that, the token may differ. In bf16, if the CPU
+    has avx512_bf16, a root's row has the same bits at every width; a node's may not, as its keys may be in other lanes.
+    If the model has steady rows, no row depends on what else the round has: see `cut_round`.
     """
 
     def __init__(self, model: LanguageModel, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
@@ -149,7 +149,7 @@ class TorchExecutor(Executor):
         self._slots: dict[Request, torch.Tensor] = {}
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
-        """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
+        """Return a round that `wait` will run: without a device to work on it meanwhile, starting it gains nothing."""
         firsts = accumulate((entry.num_tokens for entry in entries), initial=0)
         parts = [
             _Part(entry, self._slots_of(entry.request), first) for entry, first in zip(entries, firsts, strict=False)
@@ -170,7 +170,7 @@ class TorchExecutor(Executor):
 
     @torch.inference_mode()
     def _run(self, parts: Sequence[_Part], forwards: Sequence[_Forward]) -> list[Result]:
-        """All entries' rows; accepted KV is compacted in place."""
+        """Run all entries' rows; compact accepted KV in place."""
         hidden = self._hidden(forwards)
         rows: list[int] = []
         for part in parts:
@@ -197,7 +197,7 @@ class TorchExecutor(Executor):
         return results
 
     def _hidden(self, forwards: Sequence[_Forward]) -> torch.Tensor:
-        """Hidden states of all rows of the round, in their order."""
+        """Run the forwards; return the hidden states of all rows of the round, in their order."""
         found = [self._forward(one.batch, one.slots, self._features) for one in forwards]
         if len(found) == 1:
             return found[0]
@@ -206,9 +206,9 @@ class TorchExecutor(Executor):
 
     @torch.inference_mode()
     def measure(self, width: int, context: int = MEASURED_CONTEXT, repeats: int = 3) -> float:
-        """Seconds of the fastest forward of `width` tokens over `context` cached ones. Trashes the KV cache.
+        """Return the seconds of the fastest forward of `width` tokens over `context` cached ones. Trashes the KV cache.
 
-        Forwards that take long are not repeated: a moment's noise is little of them, and who starts a service waits.
+        Long forwards are not repeated: a moment's noise matters little to them, and the service is waiting to start.
         """
         slots = torch.arange(context + width)
         batch = ForwardBatch(
@@ -224,14 +224,14 @@ class TorchExecutor(Executor):
         return min(times)
 
     def _slots_of(self, request: Request) -> torch.Tensor:
-        """KV slot of each position that the request's pages cover."""
+        """Return the KV slot of each position that the request's pages cover."""
         known = self._slots.get(request)
         if known is None or len(known) < len(request.pages) * self._page_size:
             size = self._page_size
             num_filled = -(-request.cached_len // size) * size if known is None else len(known)
             known = (torch.tensor(request.pages)[:, None] * size + torch.arange(size)).reshape(-1)
             self._slots[request] = known
-            # Attention reads what lies behind a text as well, and masks it: no NaN of others may be there.
+            # Attention also reads what lies behind a text, and masks it: no NaN of other requests may be there.
             self._kv.clear(known[num_filled:])
         return known
 
@@ -250,7 +250,7 @@ class TorchExecutor(Executor):
         return _Forward(batch, rows, slots)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
-        """Sample along a path from the root; the committed tokens and the accepted nodes."""
+        """Sample along a path from the root. Returns a result with the committed tokens, and the accepted nodes."""
         request, nodes = entry.request, entry.nodes
         sampler, num_logprobs = request.sampler, request.params.sampling.num_logprobs
         logprobs: list[TokenLogprobs] = []
@@ -267,7 +267,7 @@ class TorchExecutor(Executor):
             tokens, accepted = walk_tree(nodes.parents, nodes.token_ids, sample)
         except OutriderError as error:
             return Result(error=error), []
-        # Unless the engine cuts some off, and then the request ends with them.
+        # If the engine commits fewer of them, the request ends there.
         request.sampler.commit(tokens)
         return Result(tokens, logprobs), accepted
 
