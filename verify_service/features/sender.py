@@ -1,4 +1,4 @@
-"""The target's features for drafts that take them: when they are stored, and what of them is sent to whom."""
+"""The target's features for drafts that take them: decides when they are stored, and which are sent to which draft."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from verify_service.speculation.replica import DraftConnection
 log = get_logger(__name__)
 
 MAX_STORED_LAYERS = 16
-"""Layers of all drafts together."""
+"""Most layers that are stored, for all drafts together."""
 
 WINDOW_BYTES = 2 << 20
-"""Features that a draft may have been sent without having released them."""
+"""Most bytes of features that a draft may have been sent without having released them."""
 
 _PAUSE_FACTOR = 4
-"""While requests run, what must be done before features are stored pauses that many times as long as it takes."""
+"""While requests run, preparing to store features pauses this many times as long as each piece of it takes."""
 
 
 class _Piece(NamedTuple):
@@ -56,8 +56,8 @@ class _Sending(NamedTuple):
 class FeatureSender:
     """Has features stored when a draft asks for them, and sends those of committed positions while rounds run.
 
-    A request is opened with such a draft only if the features of all its positions are stored: its KV must have been
-    computed since the store is filled (`Memory.feature_epoch`). The engine thread alone uses it.
+    A request is opened with a draft that needs features only if those of all its positions are stored: its KV must have
+    been computed since the store was begun (`Memory.feature_epoch`). Only the engine's thread uses this object.
     """
 
     def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool) -> None:
@@ -69,13 +69,13 @@ class FeatureSender:
         self._plan = FeaturePlan()
         self._wanted = FeaturePlan()
         self._begun: FeaturePlan | None = None
-        """Plan that the executor prepares for."""
+        """The plan that the executor prepares for."""
         self._began_at = self._next_work_at = 0.0
         self._num_left = 0
         self._last_round: Pending | None = None
         self._sending: deque[_Sending] = deque()
         self._has_room = False
-        """Some draft has released features since the last look at what it misses."""
+        """Whether some draft has released features since the last look at what drafts miss."""
 
     @property
     def busy(self) -> bool:
@@ -84,17 +84,17 @@ class FeatureSender:
 
     @property
     def preparing(self) -> bool:
-        """Whether drafts want what rounds do not store yet."""
+        """Whether drafts want features that rounds do not store yet."""
         return self._wanted != self._plan
 
     @property
     def num_pending(self) -> int:
-        """Pieces of work that are left before it does, graphs of rounds as a rule; as far as that is known."""
+        """Pieces of that preparation that are left, as far as known: graphs of rounds, as a rule."""
         return self._num_left if self.preparing else 0
 
     @property
     def num_waiting(self) -> int:
-        """Connected drafts that will get features and cannot yet."""
+        """Number of connected drafts that are to get features but do not get any yet."""
         replicas = self._drafts.replicas.values()
         return sum(
             bool(replica.feature_parts) and (replica.channel is None or not replica.channel.open)
@@ -102,7 +102,7 @@ class FeatureSender:
         )
 
     def connected(self, connection: DraftConnection) -> None:
-        """A session began that `Drafts.connected` knows of."""
+        """Prepare the features for a draft whose session began; `Drafts.connected` must know it already."""
         replica = self._drafts.replicas[connection]
         layers = replica.terms.feature_layers
         if not layers:
@@ -117,7 +117,7 @@ class FeatureSender:
         projected = self._may_project(replica)
         takes = (PROJECTED,) if projected else layers
         is_wanted = self._wanted.holds(takes, replica.terms.projection_hash)
-        # What is stored begins anew for more, so that what nobody takes any more can go.
+        # A new plan begins a new store, so that features that nobody takes any more can go.
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
             wanted = replace(wanted, layers=tuple(sorted({*wanted.layers, *layers})))
@@ -140,7 +140,7 @@ class FeatureSender:
             self._begin(replica)
 
     def disconnected(self, connection: DraftConnection) -> None:
-        """A session ended that `Drafts` still knows of."""
+        """Take back the ring of a draft whose session ended; `Drafts` must still know it."""
         replica = self._drafts.replicas.get(connection)
         if replica is not None and replica.channel is not None:
             self._take_back_ring(replica.channel)
@@ -148,9 +148,9 @@ class FeatureSender:
     def opened(
         self, connection: DraftConnection, window: int, uses_ring: bool = False, projection: Projection | None = None
     ) -> None:
-        """The features stream of a session is open; `window` bytes may be under way on it, 0 for any number.
+        """Note that a session's features stream is open; `window` bytes may be in flight on it, 0 for any number.
 
-        `projection` is the draft's, where it was wanted.
+        `projection`: the draft's, if it was wanted.
         """
         replica = self._drafts.replicas.get(connection)
         if replica is None or replica.channel is None:
@@ -166,27 +166,27 @@ class FeatureSender:
             self._begin(replica)
 
     def released(self, connection: DraftConnection, through: int) -> None:
-        """A draft is done with message `through` and all before it."""
+        """Note that a draft is done with message `through` and all before it."""
         replica = self._drafts.replicas.get(connection)
         if replica is not None and replica.channel is not None:
             replica.channel.release(through)
             self._has_room = True
 
     def advance(self) -> None:
-        """Between two rounds: see to it that what drafts want will be stored, in a small part of the time."""
+        """Between two rounds, prepare to store what drafts want, in a small part of the time."""
         if not self.preparing or (self._begun != self._wanted and not self._prepare()):
             return
         if time.monotonic() >= self._next_work_at:
             self._work_ahead()
 
     def refresh(self) -> bool:
-        """While no round is wanted: do a piece of what must precede; whether there is more of it."""
+        """While there is no round to run, do a piece of that preparation. Returns whether more of it is left."""
         if self.preparing and self._begun == self._wanted:
             self._work_ahead()
         return self.preparing
 
     def collect(self, after: Pending | None) -> None:
-        """Have features copied that drafts do not have yet; `after` is the round that computed the last of them."""
+        """Begin to copy features that drafts do not have yet. `after`: the round that computed the last of them."""
         if self._drafts.feature_epoch:
             self._last_round = after
             self._collect()
@@ -194,7 +194,7 @@ class FeatureSender:
                 self.work()
 
     def work(self) -> None:
-        """Send what has been copied, and have more copied. `collect` was told of the last round that has ended."""
+        """Send features that have been copied, and begin to copy more, up to the last round given to `collect`."""
         if self._has_room:
             self._has_room = False
             if self._drafts.feature_epoch:
@@ -208,7 +208,7 @@ class FeatureSender:
             channel.ring = None
 
     def _prepare(self) -> bool:
-        """Begin to prepare for what is wanted; whether that is possible."""
+        """Begin to prepare for the wanted plan. Returns whether that is possible."""
         try:
             self._executor.begin_features(self._wanted)
         except OutriderError as error:
@@ -222,7 +222,7 @@ class FeatureSender:
         return True
 
     def _work_ahead(self) -> None:
-        """Do a piece of what must be done before features are stored; after the last one they are."""
+        """Do a piece of the preparation; after the last one, the wanted features are stored."""
         start = time.monotonic()
         self._num_left = self._executor.refresh_features()
         end = time.monotonic()
@@ -232,29 +232,29 @@ class FeatureSender:
         if (waited := end - self._began_at) >= 0.05:
             log.info("the target's features are stored %.1f s after they were asked for", waited)
         self._plan, self._begun = self._wanted, None
-        # What was stored until now is of no use for layers that are missing in it.
+        # Rows stored until now may lack some of the layers.
         self._memory.new_feature_epoch()
         self._drafts.renew_features(self._memory.feature_epoch)
         for replica in self._drafts.replicas.values():
             self._begin(replica)
 
     def _needed(self) -> FeaturePlan:
-        """The part of the wanted plan that the connected drafts take."""
+        """Return the part of the wanted plan that the connected drafts take."""
         parts = {part for replica in self._drafts.replicas.values() for part in replica.feature_parts}
         projection = self._wanted.projection if PROJECTED in parts else None
         return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
 
     def _give_up(self, kept: FeaturePlan) -> None:
-        """What is stored, or prepared, stays as it is; drafts that it does not serve get nothing, and claim nothing."""
+        """Return to `kept`, the plan that is stored or prepared; drafts that it does not serve get no features."""
         self._wanted = kept
         for replica in self._drafts.replicas.values():
-            # One that has yet to give its projection had no part in it.
+            # A draft that has yet to give its projection had no part in the plan that failed.
             is_asked = replica.channel is not None and not replica.channel.accepted
             if not is_asked and not kept.holds(replica.feature_parts, replica.terms.projection_hash):
                 replica.feature_parts = ()
 
     def _may_project(self, replica: DraftReplica) -> bool:
-        """Whether a draft gets products. There is one projection at a time; drafts with others get raw features."""
+        """Whether a draft gets products. One projection is in use at a time; drafts with others get raw features."""
         users = [
             other
             for other in self._drafts.replicas.values()
@@ -264,7 +264,7 @@ class FeatureSender:
         return bool(name) and all(other.terms.projection_hash == name for other in users)
 
     def _begin(self, replica: DraftReplica) -> None:
-        """Ask for a draft's stream, or use it if it is there, once what the draft takes is stored."""
+        """Ask for a draft's features stream, or use it if it is open, provided that what the draft takes is stored."""
         if not replica.feature_parts or not self._plan.holds(replica.feature_parts, replica.terms.projection_hash):
             return
         if replica.channel is None:
@@ -282,7 +282,7 @@ class FeatureSender:
         replica.connection.begin_features(begin)
 
     def _row_format(self, replica: DraftReplica, projected: bool) -> tuple[int, str]:
-        """Values that a draft takes of each position, and their dtype."""
+        """Return the number of values that a draft takes of each position, and their dtype."""
         hidden_size, dtype = self._executor.feature_format
         terms = replica.terms
         return terms.projection_columns if projected else len(terms.feature_layers) * hidden_size, dtype
@@ -302,9 +302,9 @@ class FeatureSender:
                 self._sending.append(_Sending(replica, channel, rows, messages))
 
     def _pieces(self, replica: DraftReplica, channel: FeatureChannel) -> list[_Piece]:
-        """What to copy next for a draft: those that miss least come first, so that no prompt holds up a decoder.
+        """Return what to copy next for a draft: requests that miss least come first, so that no prompt delays decoding.
 
-        A draft that has answered nothing yet may not have read of the request: its opening takes another way.
+        Until the draft has answered for a request, it may not know it: the request is opened on another stream.
         """
         room = min(channel.room, STAGE_BYTES) // channel.row_bytes
         if room <= 0:
@@ -328,7 +328,7 @@ class FeatureSender:
         return pieces
 
     def _message(self, channel: FeatureChannel, piece: _Piece) -> Features:
-        """Number a piece and count it as sent."""
+        """Return a numbered message for a piece, and count the piece as sent."""
         spec, end = piece.spec, piece.start + piece.size
         spec.num_features_sent = end
         final = end == spec.feature_end
@@ -336,7 +336,7 @@ class FeatureSender:
         return Features(spec.number, piece.start, piece.size, final, memoryview(b""), channel.dtype, sequence)
 
     def _ship(self) -> bool:
-        """Send one batch of rows, if it is here and the connection has room; whether it was."""
+        """Send one batch of rows, if it was copied and the connection has room. Returns whether it is dealt with."""
         sending = self._sending[0]
         connection = sending.replica.connection
         if not sending.rows.done():
@@ -348,7 +348,7 @@ class FeatureSender:
         if alive:
             connection.send_features(_filled(sending.messages, sending.rows, sending.channel.row_bytes))
         if alive and sending.rows.offset is not None:
-            # The draft reads them where they are.
+            # The draft reads the rows where they are, in the ring.
             sending.channel.lent.append((sending.messages[-1].sequence, sending.rows))
         else:
             sending.rows.free()
@@ -356,7 +356,7 @@ class FeatureSender:
 
 
 def _filled(messages: Sequence[Features], rows: StagedRows, row_bytes: int) -> list[Features]:
-    """The messages with their bytes, which stay where they are, or with their place in the ring."""
+    """Return the messages with their bytes, which are not copied, or with their place in the ring."""
     filled, start, data = [], 0, rows.data()
     for message in messages:
         end = start + message.count * row_bytes
@@ -369,5 +369,5 @@ def _filled(messages: Sequence[Features], rows: StagedRows, row_bytes: int) -> l
 
 
 def _without(replica: DraftReplica) -> str:
-    """Text that says what becomes of a draft without features."""
+    """Return text that says what becomes of a draft without features."""
     return "it drafts with what needs none" if replica.terms.features_optional else "it is not used"

@@ -1,6 +1,6 @@
-"""What is stored of features, and their way from the store: to the host, or to a ring that a draft on this host maps.
+"""Which features are stored, and their way from the store: to the host, or to a ring that a draft on this host maps.
 
-No call waits.
+No call waits for a round.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from outrider.tree.handshake import PROJECTED, Projection
 log = get_logger(__name__)
 
 STAGE_BYTES = MAX_FEATURE_BYTES
-"""Features that are copied to the host, and sent, in one go: more at once could hold up the end of a round."""
+"""Bytes of features that are copied to the host, and sent, in one go: more at once could hold up the end of a round."""
 
 NUM_STAGES = 32
-"""Copies to the host that may be under way, or wait to be sent."""
+"""Most copies to the host that are under way, or wait to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeaturePlan:
-    """Layers that are stored as they are, and the matrix whose product with some is stored, if any is."""
+    """Layers that are stored as they are, and the projection whose product with some layers is stored, if any."""
 
     layers: tuple[int, ...] = ()
     """Ascending."""
@@ -47,7 +47,7 @@ class FeaturePlan:
         return tuple(sorted({*self.layers, *(self.projection.layers if self.projection is not None else ())}))
 
     def holds(self, parts: tuple[int, ...], projection_name: str) -> bool:
-        """Whether these parts are stored, and the product, if it is among them, is of this projection."""
+        """Whether `parts` are stored, and the product, if it is among them, is that of this projection."""
         if PROJECTED in parts and (self.projection is None or self.projection.name != projection_name):
             return False
         return set(parts) <= {*self.layers, PROJECTED}
@@ -67,29 +67,29 @@ class StagedRows:
     """Features that are being copied: to the host, or to a ring at `offset`."""
 
     image: Tensor | None
-    """Where they come on the host; None in a ring."""
+    """Their place on the host; None in a ring."""
     copied: torch.cuda.Event | None
     give_back: Callable[[], None] | None
     offset: int | None = None
-    """Where they lie in a ring; None if they come to the host."""
+    """Their place in a ring; None if they go to the host."""
 
     def done(self) -> bool:
-        """Whether they are there. Never blocks."""
+        """Whether the copy is done. Never blocks."""
         return self.copied is None or self.copied.query()
 
     def data(self) -> memoryview:
-        """Their bytes, row by row, once they are on the host."""
+        """Return their bytes, row by row, once they are on the host."""
         return memoryview(b"") if self.image is None else self.image.numpy().data
 
     def free(self) -> None:
-        """Give back where they lie: their bytes are not needed any more."""
+        """Give back their memory: they are not needed any more."""
         give_back, self.give_back = self.give_back, None
         if give_back is not None:
             give_back()
 
 
 class FeatureStaging:
-    """Reads rows of a feature store. On a GPU a stream of its own gathers them, and copies them to pinned memory."""
+    """Reads rows of a feature store. On a GPU, a stream of its own gathers them and copies them to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.rings = RingPool(device, ExportedMemory if device.type == "cuda" else None)
@@ -99,7 +99,7 @@ class FeatureStaging:
         self._gathered: torch.cuda.Event | None = None
         self._free: list[_Stage] = []
         if device.type == "cuda":
-            # A few rows, which somebody waits for, beside a round that takes the whole device.
+            # High priority: few rows, which somebody waits for, beside a round that takes the whole device.
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._free = [_Stage(device) for _ in range(NUM_STAGES)]
 
@@ -112,9 +112,9 @@ class FeatureStaging:
         after: torch.cuda.Event | None,
         ring: Ring | None = None,
     ) -> StagedRows | None:
-        """Copy `parts` of the rows at slots [N], at most STAGE_BYTES; None while all stages, or the ring's, are taken.
+        """Copy `parts` of the rows at slots [N], at most STAGE_BYTES; None while all stages, or ring slots, are taken.
 
-        `after`: what must have run before. Rows may be written again by what is launched behind `join`.
+        `after`: event to wait for before reading. Only work that is launched after `join` may overwrite the rows.
         """
         size = len(slots) * store.size_of(parts) * store.dtype.itemsize
         if ring is not None:
@@ -137,7 +137,7 @@ class FeatureStaging:
         return StagedRows(stage.image[:size], stage.copied, partial(self._free.append, stage))
 
     def join(self) -> None:
-        """Let what is launched from now on wait, on the device, until all rows that were asked for were read."""
+        """Make work that is launched from now on wait, on the device, until all rows that were asked for were read."""
         if self._gathered is not None:
             torch.cuda.current_stream().wait_event(self._gathered)
             self._gathered = None
@@ -150,7 +150,7 @@ class FeatureStaging:
         into: Tensor,
         after: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
-        """Copy rows to bytes `into`; returns what says that they are there, None where they are at once."""
+        """Copy rows to bytes `into`. Returns an event that says when they are there; None if they are at once."""
         rows = into.view(store.dtype).view(len(slots), -1)
         if self._stream is None:
             store.gather(torch.from_numpy(slots), parts, rows)
@@ -168,17 +168,17 @@ NUM_SLOTS = 64
 """Batches of features in a ring, of up to MAX_FEATURE_BYTES each; 16 MiB in all."""
 
 _END_BYTES = 256
-"""At either end of a ring, for its magic; slots are aligned to as much."""
+"""Bytes at either end of a ring for its magic; slots are aligned to as many."""
 
 RING_BYTES = NUM_SLOTS * MAX_FEATURE_BYTES + 2 * _END_BYTES
 
 
 ShareMemory = Callable[[int, torch.device], ExportedMemory]
-"""Makes memory that other processes may map; raises OSError or RuntimeError where it cannot."""
+"""Makes memory that other processes may map; raises OSError or RuntimeError if it cannot."""
 
 
 class Ring:
-    """A ring as one draft uses it: which of its slots are free. Released messages free them, so no order is needed."""
+    """A ring that one draft uses, and its free slots. Released messages free slots, so these need no order."""
 
     def __init__(self, memory: ExportedMemory, description: FeatureRing) -> None:
         self.memory = memory
@@ -187,20 +187,20 @@ class Ring:
         self._free = [_END_BYTES + slot * MAX_FEATURE_BYTES for slot in reversed(range(NUM_SLOTS))]
 
     def take(self) -> int | None:
-        """First byte of a slot; None if all are taken."""
+        """Take a slot and return the offset of its first byte; None if all are taken."""
         return self._free.pop() if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """The slot at `offset` holds nothing any more."""
+        """Free the slot at `offset`."""
         self._free.append(offset)
 
     def rows(self, offset: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] from `offset` on."""
+        """Return uint8 [num_bytes] from `offset` on."""
         return self.memory.rows[offset : offset + num_bytes]
 
 
 class RingPool:
-    """All rings. One whose draft is gone waits for the next: some process may still have it mapped."""
+    """All rings. A ring whose draft is gone is kept for the next one: some process may still have it mapped."""
 
     def __init__(self, device: torch.device, share: ShareMemory | None) -> None:
         self._device = device
@@ -208,7 +208,7 @@ class RingPool:
         self._idle: list[tuple[ExportedMemory, FeatureRing]] = []
 
     def lend(self) -> Ring | None:
-        """A ring for a draft; None where no memory can be shared."""
+        """Return a ring for a draft; None if no memory can be shared."""
         if self._idle:
             return Ring(*self._idle.pop())
         host = host_id()
@@ -225,12 +225,12 @@ class RingPool:
         return Ring(memory, FeatureRing(host, str(self._device), memory.handle, RING_BYTES, magic))
 
     def take_back(self, ring: Ring) -> None:
-        """Its draft is gone, or does not use it."""
+        """Take back a ring whose draft is gone, or does not use it."""
         self._idle.append((ring.memory, ring.description))
 
 
 def _write_ends(rows: Tensor, magic: bytes) -> None:
-    """Write the magic to both ends; it is there when this returns, and no other stream is waited for."""
+    """Write the magic to both ends, and wait until it is there, but for no other stream."""
     ends = torch.frombuffer(bytearray(magic), dtype=torch.uint8)
     if not rows.is_cuda:
         rows[:MAGIC_BYTES] = ends
@@ -245,26 +245,26 @@ def _write_ends(rows: Tensor, magic: bytes) -> None:
 
 @dataclass(eq=False, slots=True)
 class FeatureChannel:
-    """The features stream of a draft: what is sent and not released is bounded."""
+    """A draft's features stream, which bounds what is sent and not released."""
 
     row_bytes: int
     """Bytes of the features of one position."""
     dtype: str
     ring: Ring | None = None
-    """Where its features are put; None where they are in the messages, or until the draft has said that it reads it."""
+    """The ring for the draft's features; None if the messages have them, as when the draft does not use the ring."""
     window: int = 0
-    """Bytes that may be under way."""
+    """Bytes that may be in flight."""
     accepted: bool = False
-    """Whether the draft is there to read it."""
+    """Whether the draft has accepted the stream."""
     open: bool = False
-    """Whether that is so, and what it takes is stored."""
+    """Whether the draft has accepted the stream, and what it takes is stored."""
     sequence: int = 0
     """Number of the last message."""
     under_way: deque[tuple[int, int]] = field(default_factory=deque)
-    """Number and bytes of messages that were not released."""
+    """Number and bytes of each message that was not released."""
     num_bytes: int = 0
     lent: deque[tuple[int, StagedRows]] = field(default_factory=deque)
-    """Rows in the ring, and the last message that speaks of them."""
+    """Rows in the ring, each with the number of the last message about them."""
 
     @property
     def room(self) -> int:
@@ -272,14 +272,14 @@ class FeatureChannel:
         return max(self.window - self.num_bytes, 0 if self.under_way else self.row_bytes)
 
     def take(self, num_bytes: int) -> int:
-        """The number of a new message of so many bytes."""
+        """Count a new message of so many bytes, and return its number."""
         self.sequence += 1
         self.under_way.append((self.sequence, num_bytes))
         self.num_bytes += num_bytes
         return self.sequence
 
     def release(self, through: int) -> None:
-        """The draft is done with messages up to this number."""
+        """Note that the draft is done with messages up to number `through`."""
         while self.under_way and self.under_way[0][0] <= through:
             self.num_bytes -= self.under_way.popleft()[1]
         while self.lent and self.lent[0][0] <= through:

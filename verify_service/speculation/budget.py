@@ -1,4 +1,4 @@
-"""Which tree nodes a round takes: the likeliest of all trees, as many as pay by measured round times."""
+"""Chooses the tree nodes that a round takes: the likeliest of all trees, as many as pay by measured round times."""
 
 from __future__ import annotations
 
@@ -19,38 +19,42 @@ WIDTHS = (1, 4, 8, 16, 32, 64)
 """Token counts at which a forward on a CPU is measured; between two of them its time is within a tenth of a line."""
 
 _MAX_SWEEPS = 6
-"""Over the widths at start."""
+"""Most sweeps over the widths at start."""
 _SWEEP_SECONDS = 6.0
-"""After so long no third sweep begins: services that started beside this one have let go of the cores."""
+"""Time after which no third sweep begins: services that started along with this one have released the cores."""
 _SETTLED = 0.85
-"""Of the lowest time of a width so far: one that stays above it is not measured again."""
+"""A width is not measured again if its new time is above this part of its lowest time so far."""
 _LEARN_RATE = 0.05
 _MIN_WIDTH_CHANGE_GAIN = 1.02
 _LEAST_CONTEXT_RATIO = 2
-"""Of the longer context to the shorter, for rounds to tell what cached tokens cost."""
+"""Least ratio of the longer context to the shorter for a measurement of what cached tokens cost."""
 _CONTEXT_CHANGE = 0.01
-"""Part of a round's time by which that of its contexts changes before anything is worked out anew."""
+"""Part of a round's time by which the time of its contexts must change before costs are computed again."""
 _ROUNDS_PER_SLOPES = 16
-"""Observations; slopes only say where to stop looking for nodes that pay, and on a CPU take over a millisecond."""
+"""Rounds between updates of slopes, which only say where to stop looking for nodes that pay. On a CPU an update takes
+over a millisecond."""
 _NO_COUNTS = range(0)
 
 
 def unpadded(num_tokens: int) -> int:
-    """The width of a round that is padded to nothing."""
+    """Return the width of a round that is not padded."""
     return num_tokens
 
 
 class ContextCost(NamedTuple):
-    """What cached tokens that a round reads cost."""
+    """The cost of the cached tokens that a round reads."""
 
     seconds: float = 0.0
-    """For each of them, over all requests, however many tokens the round has."""
+    """Seconds for each of them, over all requests, however many tokens the round has."""
     measured_at: int = 0
-    """How many there were where t was measured."""
+    """Number of cached tokens with which t was measured."""
 
     @classmethod
     def measured(cls, measure: Callable[[int, int], float], near: int, far: int) -> ContextCost:
-        """By rounds of one token behind so many, of `measure(tokens, context)` seconds; nothing if they are too few."""
+        """Measure rounds of one token behind `near` and `far` cached ones; the cost is 0 if these are too close.
+
+        `measure(tokens, context)`: returns seconds.
+        """
         if far < _LEAST_CONTEXT_RATIO * near:
             return cls(0.0, near)
         close, distant = (min(measure(1, context) for _ in range(2)) for context in (near, far))
@@ -63,8 +67,8 @@ _NO_CONTEXT_COST = ContextCost()
 class CostModel:
     """t(M): seconds of a round of M tokens, host work included. Measured at start, followed while serving.
 
-    What a round's requests have cached is read whatever else it does. That adds to t of all M alike: behind long
-    contexts more tokens cost less in proportion.
+    A round reads the cached tokens of its requests whatever else it does. That adds as much to t of every M, so behind
+    long contexts more tokens cost less in proportion.
     """
 
     def __init__(
@@ -74,13 +78,13 @@ class CostModel:
         width_of: Callable[[int], int] = unpadded,
         context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> None:
-        """`width_of`: tokens that a round of so many is padded to, and costs the time of."""
+        """`width_of`: returns the number of tokens that a round is padded to, whose time it costs."""
         self._context_seconds, self._measured_at = context_cost
         self._beside = 0.0
-        """Seconds of the contexts that rounds have now, beyond those of the measurement."""
+        """Seconds that the contexts of present rounds take beyond those of the measurement."""
         self._widths = np.array(widths, np.float64)
         self._width_of = width_of
-        # More tokens never cost less, and noise only ever adds: what a wider round took is enough for a narrower one.
+        # More tokens never cost less, and noise only ever adds: a narrower round needs no longer than a wider one took.
         self._seconds = np.minimum.accumulate(np.array(seconds, np.float64)[::-1])[::-1].copy()
         self._padded: NDArray[np.int64] = np.empty(0, np.int64)
         self._seconds_of: list[float] = []
@@ -96,9 +100,10 @@ class CostModel:
         width_of: Callable[[int], int] = unpadded,
         context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> CostModel:
-        """Times every width with `measure`, twice, and those again whose times became much lower.
+        """Time every width with `measure`, twice, and those again whose times became much lower.
 
-        Other services start meanwhile on the same cores, and a width whose time is spoiled is not tried while serving.
+        Other services start meanwhile on the same cores, and a width with a spoiled time would not be tried while
+        serving.
         """
         start = monotonic()
         best = {width: measure(width) for width in widths}
@@ -112,25 +117,25 @@ class CostModel:
         return cls(list(best.values()), widths, width_of, context_cost)
 
     def width(self, tokens: int) -> int:
-        """Tokens that a round of so many is padded to."""
+        """Return the number of tokens that a round of `tokens` is padded to."""
         return int(self._padded[tokens]) if tokens < len(self._padded) else max(self._width_of(tokens), tokens)
 
     def counts(self, width: int) -> range:
-        """Token counts, as far as t of them has been asked for, that are padded to `width`."""
+        """Return the token counts that are padded to `width`, as far as t of them has been asked for."""
         return self._counts.get(width, _NO_COUNTS)
 
     def after(self, tokens: int, count: int) -> tuple[list[float], list[float]]:
-        """t of `tokens`, `tokens` + 1, ..., and what a token more costs at least from there on, `count` of each."""
+        """Return t of `tokens`, `tokens` + 1, ... (`count` values), and of each the least cost of any further token."""
         if tokens + count > len(self._seconds_of):
             self.prepare(2 * (tokens + count))
         return self._seconds_of[tokens : tokens + count], self._slopes[tokens : tokens + count]
 
     def seconds(self, tokens: int) -> float:
-        """t of a round of so many tokens; past the last width it grows as it did between the last two."""
+        """Return t of a round of so many tokens; past the last width it grows as it did between the last two."""
         return float(self._between(np.array([self.width(tokens)]))[0])
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Follow a round's wall time: the level of the whole curve and of contexts, and the shape near this width."""
+        """Learn from a wall time: the level of the whole curve and of contexts, and the shape near its width."""
         width = max(self.width(tokens), 1)
         ratio = min(max(seconds / self.seconds(tokens), 0.5), 2.0)
         near = np.exp(-np.abs(np.log2(self._widths / width)))
@@ -141,14 +146,14 @@ class CostModel:
         self._refresh(with_slopes=not self._num_observed % _ROUNDS_PER_SLOPES)
 
     def follow_contexts(self, num_cached: int) -> None:
-        """Rounds read so many cached tokens now, over all requests."""
+        """Take account of the number of cached tokens that rounds read now, over all requests."""
         beside = self._context_seconds * max(num_cached - self._measured_at, 0)
         if abs(beside - self._beside) > _CONTEXT_CHANGE * (float(self._seconds[0]) + self._beside):
             self._beside = beside
             self._refresh(with_slopes=False)
 
     def prepare(self, most_tokens: int) -> None:
-        """Work out t up to so many tokens, so that `after` need not."""
+        """Compute t up to so many tokens, so that `after` need not."""
         if most_tokens > len(self._padded):
             self._padded = np.array([max(self._width_of(tokens), tokens) for tokens in range(most_tokens)])
             bounds = [*np.flatnonzero(np.diff(self._padded, prepend=-1)).tolist(), most_tokens]
@@ -156,7 +161,7 @@ class CostModel:
             self._refresh(with_slopes=True)
 
     def table(self) -> dict[int, float]:
-        """Width to seconds behind contexts as at the measurement, as known now."""
+        """Return the seconds of each width as known now, behind contexts as at the measurement."""
         return {int(width): float(value) for width, value in zip(self._widths, self._seconds, strict=True)}
 
     def _refresh(self, with_slopes: bool) -> None:
@@ -172,9 +177,9 @@ class CostModel:
 
 
 def _least_slopes(values: Sequence[float]) -> list[float]:
-    """The least slope from each value to any later one, per place; 0 for the last."""
+    """Return the least slope from each value to any later one, per place; 0 for the last."""
     slopes = [0.0] * len(values)
-    # The lower convex hull of what lies behind a place, the nearest corner last: the line to that one is the flattest.
+    # The lower convex hull of the values behind a place, its nearest corner last: the line to that is the flattest.
     hull: list[int] = []
     for place in range(len(values) - 1, -1, -1):
         while hull:
@@ -188,15 +193,15 @@ def _least_slopes(values: Sequence[float]) -> list[float]:
 
 
 class Choice(NamedTuple):
-    """Nodes that a round takes, and what it is worth with them."""
+    """The nodes that a round takes, and what it is worth with them."""
 
     num_nodes: int
-    """The best ones."""
+    """How many of the best nodes."""
     expected: float
-    """Tokens that it is expected to commit, over all requests."""
+    """Tokens that the round is expected to commit, over all requests."""
     seconds: float
     width: int
-    """Tokens that it is padded to; 0 without nodes."""
+    """Tokens that the round is padded to; 0 without nodes."""
 
 
 class Budget:
@@ -212,15 +217,15 @@ class Budget:
     def choose(
         self, num_tokens: int, num_roots: int, chances: Iterable[float], most: int | None = None, beside: float = 0.0
     ) -> Choice:
-        """How many nodes a round takes.
+        """Choose how many nodes a round takes.
 
-        `num_tokens` tokens are computed anyway, `num_roots` of them are roots that commit one token each for certain.
-        `chances`: how likely the path to the best node of all requests is committed, to the next one, and so on, never
-        rising; no more of them are asked for than could pay. At most `most` nodes are taken, and none without a
+        `num_tokens` tokens are computed anyway; `num_roots` of them are roots, which commit one token each for certain.
+        `chances`: how likely the path to the best node of all requests is committed, then that to the next best, and so
+        on, never rising; no more of them are read than could pay. At most `most` nodes are taken, and none without a
         chance. `beside`: seconds that the round takes for other things.
 
-        Jumping between widths for a gain inside the noise of t would only stir the estimates: the best number of the
-        last round's width stays if that is about as good.
+        Changing the width for a gain within the noise of t would only disturb the estimates: the best number of nodes
+        for the last round's width is kept if it is about as good.
         """
         limit = self.max_nodes if most is None else max(min(most, self.max_nodes), 0)
         seconds, slopes = self.cost.after(num_tokens, limit + 1)
@@ -251,7 +256,7 @@ class Budget:
         return Choice(num_nodes, expected, seconds[num_nodes] + beside, width)
 
     def took(self, choice: Choice) -> None:
-        """A round was run with this choice; the next one departs from its width only for more than noise."""
+        """Note that a round runs with this choice; the next one departs from its width only for more than noise."""
         self._last_width = choice.width
 
 
@@ -261,7 +266,7 @@ _NO_NODES = Nodes()
 class Forest:
     """Takes the likeliest node of all trees, then the next one, and so on: never a node before its parent.
 
-    Only what is taken is looked at, its next sibling and its first child: children lie likeliest first.
+    It looks only at nodes that it takes, their next siblings and their first children: children lie likeliest first.
     """
 
     def __init__(self, mirrors: Sequence[TreeMirror], depth_limits: Sequence[int]) -> None:
@@ -271,7 +276,7 @@ class Forest:
         self._found: list[tuple[int, int]] = []
 
     def best(self) -> Iterator[float]:
-        """Find node after node; how likely its path is committed, never more than before. Ties go to the older one."""
+        """Find node after node; yield how likely its path is committed, never rising. Ties go to the older node."""
         self._found = found = []
         of_trees: list[tuple[list[list[tuple[float, int]]], float, list[int], int]] = []
         heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []
@@ -299,7 +304,7 @@ class Forest:
             yield exp(-cost)
 
     def take(self, count: int) -> list[Nodes]:
-        """The first `count` nodes that `best` found, tree by tree."""
+        """Return the first `count` nodes that `best` found, tree by tree."""
         slots_of: list[list[int]] = [[] for _ in self.mirrors]
         for tree, slot in self._found[:count]:
             slots_of[tree].append(slot)
@@ -308,20 +313,20 @@ class Forest:
         ]
 
     def ends(self, tree: int, count: int) -> float:
-        """The chance that what is committed runs past one of the first `count` nodes, of this tree, without children.
+        """Return the chance that the committed path runs past a childless node of `tree` among the first `count` nodes.
 
-        There a round ends for no other reason than that the tree does: nodes that are as deep as may be do not count.
+        There a round ends only because the tree does, so nodes at the depth limit do not count.
         """
         mirror, deepest = self.mirrors[tree], self._deepest[tree]
         slots = [slot for of, slot in self._found[:count] if of == tree and not mirror.below[slot]]
-        # A draft that overrates its nodes has more than all chances.
+        # If a draft overrates its nodes, their chances add up to more than 1.
         return min(sum(mirror.chance(slot) for slot in slots if mirror.depths[slot] < deepest), 1.0)
 
 
 def _nodes(mirror: TreeMirror, slots: list[int]) -> Nodes:
-    """Nodes that a round takes of a tree, in the order of `slots`.
+    """Return the nodes that a round takes of a tree, in the order of `slots`.
 
-    One loop: where many requests share a round a tree has two or three nodes, and a comprehension costs as much.
+    One loop: if many requests share a round, a tree has two or three nodes, and each comprehension costs as much.
     """
     tokens, parents, depths, root_depth = mirror.token_ids, mirror.parents, mirror.depths, mirror.root_depth
     places: dict[int, int] = {}

@@ -25,15 +25,15 @@ from verify_service.speculation.drafts import Drafts
 log = get_logger(__name__)
 
 _WORK_SECONDS = 0.001
-"""Work that nobody waits for between two looks at the clock, and at messages."""
+"""How long work that nobody waits for runs between two looks at the clock, and at messages."""
 
 
 class ColocatedDraft:
     """A connection to a drafter in this process. The engine's thread alone calls it.
 
-    What verify says is heard at once; trees grow, and verify is told of them, in `grow` and `work` alone. An error
-    switches the drafter off, and answers go on without it; what growers catch costs one request its tree, as in a draft
-    service.
+    Messages of verify are handled at once; trees grow, and verify is told of them, only in `grow` and `work`. An error
+    switches the drafter off, and answers go on without it; an error that a grower catches costs one request its tree,
+    as in a draft service.
     """
 
     address = "colocated"
@@ -71,7 +71,7 @@ class ColocatedDraft:
         self._guarded(partial(self._hear, messages))
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """See DraftConnection: they are taken at once."""
+        """See DraftConnection: the stream is accepted at once."""
         self._stream = begin
         projection = self._drafter.needs.projection if begin.wants_projection else None
         self._features.opened(self, 0, projection=projection)
@@ -84,12 +84,12 @@ class ColocatedDraft:
         self._features.released(self, messages[-1].sequence)
 
     def reset(self) -> None:
-        """See DraftConnection: nothing on the way to this one can be lost."""
+        """See DraftConnection. Does nothing: no message to this draft can be lost."""
 
     def grow(self, seconds: float, interrupted: Callable[[], bool]) -> bool:
-        """Grow until there are nodes to tell, for about so long at most, or until `interrupted()`, and tell of them.
+        """Grow until there are nodes to send, for about `seconds` at most or until `interrupted()`, and send them.
 
-        Returns whether there was anything to grow. If not, no round waits for it until a further commit.
+        Returns whether there was anything to grow. If not, no round waits for this draft until the next commit.
         """
         if self._left():
             return False
@@ -102,10 +102,10 @@ class ColocatedDraft:
         return True
 
     def work(self, seconds: float, interrupted: Callable[[], bool], *, is_idle: bool = False) -> None:
-        """Do what no round waits for, for about so long: compute prompts, learn texts, acknowledge commits.
+        """Do work that no round waits for, for about `seconds`: compute prompts, learn texts, acknowledge commits.
 
-        A draft in doubt grows, too, where it was told of a commit to be judged by. `is_idle`: there is no round, and
-        all is done that there is.
+        A draft in doubt grows, too, if it was told of a commit to be judged by. `is_idle`: there is no round, so all
+        work is done that there is.
         """
         if not self._left():
             self._guarded(partial(self._work, time.perf_counter() + seconds, interrupted, is_idle))
@@ -140,7 +140,7 @@ class ColocatedDraft:
             self._answers.clear()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run an action where the drafter works; an error switches it off, unless the device is broken."""
+        """Run an action where the drafter works. An error switches the drafter off; a broken device is raised."""
         if self._failed:
             return
         try:
@@ -155,7 +155,7 @@ class ColocatedDraft:
             )
 
     def _left(self) -> bool:
-        """Whether the drafter is switched off, and has left the engine."""
+        """Whether the drafter is switched off; if so, take it out of the engine."""
         if self._failed and self in self._drafts.replicas:
             self._features.disconnected(self)
             self._drafts.disconnected(self)

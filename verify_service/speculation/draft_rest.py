@@ -1,9 +1,9 @@
-"""Whether drafts rest, because rounds without them bring more tokens per second.
+"""Decides whether drafts rest, because rounds without them bring more tokens per second.
 
-A device runs plain rounds one behind the other: each is launched before the one before is read. A round that may take
-draft nodes waits for the host, so with many requests a draft can bring more tokens a round and fewer a second. No round
-of the other kind is seen while drafts are in use, or rest, so now and then a few are run, and both kinds are compared
-by wall time: rounds, gaps and waits.
+A device runs plain rounds back to back: each is launched before the one before is read. A round that may take draft
+nodes waits for the host, so with many requests a draft can bring more tokens per round but fewer per second. While
+drafts are in use no plain rounds are seen, and the other way round, so now and then a few rounds of the other kind are
+run. Both kinds are compared by wall time: rounds, gaps and waits.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ _LEAST_ROUNDS = 32
 """Rounds with drafts that are measured before plain decoding is tried."""
 _PLAIN_ROUNDS = 8
 _DRAFTED_ROUNDS = 24
-"""Rounds of a trial that are measured: plain ones take the same time each, what drafts bring differs."""
+"""Measured rounds of a trial, by its kind: plain rounds all take the same time, but what drafts bring varies."""
 _SETTLING = 8
-"""First rounds of a kind that say nothing. Without drafts: two were planned before, and drafts, maybe on the same
-device, still use up their credit. With them: drafts follow what was committed meanwhile, and their trees are small."""
+"""First rounds of a kind that are not measured. Without drafts, two were planned before, and drafts, maybe on the same
+device, still use up their credit. With drafts, these first follow the commits made meanwhile; their trees are small."""
 _PROMPT_ROUNDS = 2
-"""Times as many rounds after which a trial ends, however few of them could be measured beside prompts."""
+"""A trial ends after this many times its usual rounds, however few of them could be measured beside prompts."""
 _LASTING_ROUNDS = 12
-"""Rounds in a row with fewer or more requests, after which what is known of so many counts: when answers end together
-others take their places within that."""
+"""Rounds in a row with fewer or more requests before the measurements for that number are used: when answers end
+together, others take their places sooner than that."""
 _HYSTERESIS = 1.02
-"""Times as fast that the other kind of round must be."""
+"""How many times as fast the other kind of round must be."""
 
 _MAX_REST_SECONDS = 3.5
-"""Seconds of rest between two trials of the drafts: one that is well again is in use within 5."""
+"""Seconds of rest between two trials of the drafts: a draft that has recovered is in use within 5 seconds."""
 _DRAFTED_TRIAL_SHARE = 0.01
-"""Part of that time by which a trial may be behind plain decoding before it is given up."""
+"""Part of that time by which a trial may fall behind plain decoding before it is given up."""
 _PLAIN_TRIAL_SHARE = 0.005
 _FIRST_TRIAL_SHARE = 0.02
-"""Part of the time in which drafts are in use that trials of plain decoding may cost; and before the first of them."""
+"""Part of the time with drafts in use that trials of plain decoding may cost: later trials, and the first one."""
 _LEAST_LOSS = 0.1
-"""Part of a trial's time that counts as lost, however fast plain decoding is thought to be. To that time belong the
-rounds in which trees grow anew."""
+"""Least part of a trial's time that counts as lost, however fast plain decoding is thought to be. That time includes
+the rounds in which trees grow again."""
 
 
 class _Speed:
-    """Tokens of each request per second in the last rounds of a kind."""
+    """Tokens per request and second in the last rounds of a kind."""
 
     def __init__(self) -> None:
         self.num_rounds = 0
@@ -55,39 +55,39 @@ class _Speed:
 
     @property
     def rate(self) -> float:
-        """0 while nothing was measured."""
+        """Tokens per request and second; 0 while nothing was measured."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
 class _Load:
-    """What is known of rounds with about as many requests."""
+    """Measurements of rounds with about the same number of requests."""
 
     def __init__(self) -> None:
         self.rests = False
-        """What was found to be faster; a trial does the other."""
+        """Whether plain rounds were found to be faster; a trial runs rounds of the other kind."""
         self.plain, self.drafted = _Speed(), _Speed()
         self.since_trial = 0.0
-        """Seconds of rounds since the last one."""
+        """Seconds of rounds since the last trial."""
         self.was_tried = False
-        """Whether plain decoding was."""
+        """Whether plain decoding was tried."""
 
 
 class DraftRest:
-    """Compares decoding with drafts and without, for each number of requests up to a factor of two.
+    """Compares decoding with and without drafts, for each range of request counts from one power of two to the next.
 
-    A trial costs a part of the time that lies between two, by its own measure: of plain decoding it waits until that
-    much time has passed, of drafts it ends when it is as far behind.
+    Trials may cost a certain part of the time between them: a trial of plain decoding waits until enough time has
+    passed, and a trial of drafts ends when it is too far behind.
     """
 
     def __init__(self, cost: CostModel) -> None:
-        """`cost`: what a plain round is thought to take before any was measured."""
+        """`cost`: estimates the time of a plain round before any was measured."""
         self._cost = cost
         self._loads: dict[int, _Load] = {}
         self._load = _Load()
         self._numbers = range(0)
-        """Numbers of requests for which `_load` is."""
+        """Numbers of requests that `_load` is for."""
         self._num_outside = 0
-        """Rounds in a row with other numbers."""
+        """Rounds in a row with other numbers of requests."""
         self._on_trial = False
         self._num_settling = self._num_on_trial = 0
         self._behind = 0.0
@@ -99,7 +99,7 @@ class DraftRest:
         return self._load.rests != self._on_trial
 
     def forget_drafts(self) -> None:
-        """A draft came: what was measured of others says nothing of it, so it is used, and measured anew."""
+        """Use a draft that has connected, and measure anew: what was measured of others says nothing about it."""
         if self._on_trial:
             self._end_trial()
         for load in self._loads.values():
@@ -107,10 +107,10 @@ class DraftRest:
         self._num_settling = _SETTLING
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float, is_usual: bool = True) -> None:
-        """Learn from a round, in the order in which they are run; the one after it may be under way.
+        """Learn from a round; call this in the order in which rounds run. The next one may be under way.
 
-        `num_requests`, `num_tokens`: whose next token was sampled, and tokens that were committed. `seconds`: since the
-        round before ended. `is_usual`: nothing lay between, and no prompt was computed.
+        `num_requests`: requests whose next token was sampled. `num_tokens`: tokens committed. `seconds`: time since the
+        round before ended. `is_usual`: there was no pause before the round, and no prompt was computed.
         """
         if not num_requests or not self._is_at(num_requests):
             return
@@ -126,7 +126,7 @@ class DraftRest:
             self._num_settling = _SETTLING
 
     def _learn(self, load: _Load, num_requests: int, tokens: float, seconds: float) -> None:
-        """From a round in which a request got so many tokens."""
+        """Learn from a usual round in which a request got so many tokens on average."""
         if self._on_trial and load.rests:
             self._behind += seconds - tokens / load.plain.rate
         if self._num_settling:
@@ -139,7 +139,7 @@ class DraftRest:
             self._begin_trial(load)
 
     def _is_at(self, num_requests: int) -> bool:
-        """Whether what is known now is of so many requests. It is once there have been so many for some rounds."""
+        """Whether `_load` is for so many requests. It is, once there have been so many for some rounds."""
         if num_requests in self._numbers:
             self._num_outside = 0
             return True
@@ -150,7 +150,7 @@ class DraftRest:
         return True
 
     def _turn_to(self, num_requests: int) -> None:
-        """Go on with what is known of so many requests. A number just outside of a range does not leave it again."""
+        """Switch to the measurements for so many requests. Numbers just outside their range do not leave it again."""
         self._num_outside = 0
         power = (num_requests - 1).bit_length()
         least, most = (1 << power >> 1) + 1 if power else 1, 1 << power
@@ -175,11 +175,11 @@ class DraftRest:
 
     @property
     def _least_allowance(self) -> float:
-        """Seconds by which a trial of drafts may be behind so that it is not given up while their trees grow anew."""
+        """Least number of seconds that a trial of drafts may be behind, which gives their trees time to grow again."""
         return _SETTLING / 2 / self._load.plain.rate
 
     def _begin_trial(self, load: _Load) -> None:
-        """Measure anew, or go on with a trial that ended because the number of requests changed."""
+        """Begin a trial, or go on with one that ended because the number of requests changed."""
         self._on_trial, self._behind, self._num_on_trial = True, 0.0, 0
         if load.rests and load.drafted.num_rounds >= _DRAFTED_ROUNDS:
             load.drafted = _Speed()

@@ -1,9 +1,9 @@
 """The decision to wait for a draft's answer before a round: what is due, what it may bring, and whether that pays.
 
-Rule 2 of the design: verify never waits blindly. After a commit that left no nodes (in lockstep, and where drafts
-share cores with rounds, after every commit) a draft answers with what it has at once, and a model's burst deepens the
-tree part by part a little later. Times and gains of both are measured for each draft replica (`ReplicaHealth`); no wait
-is needed for that, since answers come during rounds, too.
+Rule 2 of the design: verify never waits blindly. After a commit that left no nodes (in lockstep, or if drafts share
+cores with rounds, after every commit) a draft at once answers with what it has; a little later, a model's burst deepens
+the tree part by part. Times and gains of both are measured for each draft replica (`ReplicaHealth`). That needs no
+waits, since answers come during rounds, too.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ from verify_service.speculation.replica import (
 )
 
 _MIN_SPEEDUP_SHARED_CORES = 1.02
-"""Tokens per second that a wait must promise over those without it, where the draft shares its cores with rounds: its
-times are known no better than that. A draft with a device of its own is waited for where that costs nothing: as many
-tokens per second take fewer rounds."""
+"""Speedup that a wait must promise, in tokens per second, if the draft shares cores with rounds: its times are known no
+better than that. A draft with a device of its own is waited for even without a speedup: the same tokens per second then
+take fewer rounds."""
 
 _MIN_PART_GAIN = 0.05
-"""Accepted tokens; a draft whose next part brings less has said all there is to say."""
+"""Accepted tokens that a draft's next part must be likely to bring, or it is not waited for."""
 
 _OVERDUE_FACTOR = 1.5
-"""Times as long as a later part usually takes, after which it is not waited for any more: the draft has other work."""
+"""A later part is not waited for after this many times its usual time: the draft has other work by then."""
 
 _MIN_LEFT_SHARE = 0.3
-"""Part of a later part's usual time that is counted for one that is due now, or every round would wait a little."""
+"""Least part of its usual time that a later part is expected to take yet, even if it is due now: otherwise every round
+would wait a little."""
 
 _MAX_VAIN_WAITS = 3
 """Waits in a row without an answer, after which commits pass without a wait."""
 
 _MAX_SKIPPED_COMMITS = 32
-"""Commits at most that pass without a wait between two further ones; 1 at first, and twice as many each time."""
+"""Most commits that pass without a wait between two further waits: 1 at first, and twice as many each time."""
 
 _MAX_PART_NODES = 24
-"""Nodes of a tree that are looked at for what a part behind the answer adds to it."""
+"""Most nodes of a tree that are looked at to find what a part behind the answer adds to it."""
 
 _MAX_PART_REQUESTS = 4
-"""Requests of a replica at most for which more than one part behind an answer is looked at: among more, depth is worth
-no wait, and looking at all parts takes the engine's time."""
+"""Most requests of a replica with which more than one part behind an answer is looked at: with more requests, depth is
+worth no wait, and looking at all parts takes the engine's time."""
 
 _LEARN_RATE = 0.2
-"""Weight of the newest answer in what answers bring."""
+"""Weight of the newest answer in the gain that answers bring."""
 
 _NODE_COUNTS = np.arange(1, PROMISE_NODES + 1)
 
@@ -67,13 +68,13 @@ class Wait(NamedTuple):
     gain: float
     """Accepted tokens that it is likely to bring."""
     typical: float
-    """Seconds until it should be here, from now; 0 when it is overdue."""
+    """Seconds from now until it should be here; 0 if it is overdue."""
     late: float
-    """Seconds until it is here in 19 of 20 such waits."""
+    """Seconds from now until it is here in 19 of 20 such waits."""
     shares: NDArray[np.float64]
     """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
     found: float = 0.0
-    """How often the round after finds nodes if this one does not wait."""
+    """How often the round after this one finds nodes if this one does not wait."""
 
 
 @dataclass(slots=True)
@@ -85,23 +86,23 @@ class DraftWaitMode:
     shares_cores: bool = False
     """Drafts share cores with rounds and grow between them: the answer to every commit may be worth a wait."""
     resting: bool = False
-    """Rounds without drafts are faster: none waits for them."""
+    """Rounds without drafts are faster, so none waits for drafts."""
     launched_at: float = math.inf
-    """When the round was launched that runs now; what drafts do from then on is slow where they share cores with it."""
+    """When the running round was launched; from then on, drafts that share cores with it are slow."""
 
     every_answer: bool = field(init=False)
-    """Whether the answer to every commit is awaited, also to one that left nodes."""
+    """Whether the answer to every commit is awaited, even to one that left nodes."""
 
     def __post_init__(self) -> None:
-        self.every_answer = self.lockstep or self.shares_cores  # looked at with each commit, between two rounds
+        self.every_answer = self.lockstep or self.shares_cores  # stored, as it is read at each commit
 
 
 @dataclass(eq=False, slots=True)
 class DraftWaitState:
     """What one request's draft owes, and what its answers brought lately. Times in seconds, gains in accepted tokens.
 
-    Drafts and scheduler report what happens through the `on_` methods, in this order for each round: `on_commit`,
-    `on_sent`, `on_wait` and `on_launch`; `on_answer` for each message that follows the newest commit.
+    `Drafts` and the engine call the `on_` methods, in this order for each round: `on_commit`, `on_sent`, `on_wait` and
+    `on_launch`; and `on_answer` for each message that follows the newest commit.
     """
 
     mirror: TreeMirror
@@ -109,7 +110,7 @@ class DraftWaitState:
     backoff: DraftBackoff
     """Record of the draft's guesses for the request: a draft in doubt is not waited for."""
     health: ReplicaHealth = field(init=False, repr=False)
-    """Health of the replica that grows the tree, or did last."""
+    """Health of the replica that grows the tree, or grew it last."""
     is_served: bool = False
     """Whether a replica grows the tree."""
     paused: bool = False
@@ -117,7 +118,7 @@ class DraftWaitState:
     opened_at: float = -math.inf
     """When the replica was told of the request."""
     sent_at: float | None = None
-    """When the draft was told of what it should answer; None while it has not been."""
+    """When the draft was told of the commit that it should answer; None until then."""
     awaits_answer: bool = False
     """Whether the answer to the last commit is worth waiting for and has not come."""
     after_hit: bool = False
@@ -125,24 +126,24 @@ class DraftWaitState:
     is_miss: bool = False
     """Whether the last commit left no nodes, and answers to others are not awaited."""
     has_answered: bool = False
-    """Whether the draft has ever followed the newest commit: before, it computes the prompt."""
+    """Whether the draft has ever followed the newest commit; until then it computes the prompt."""
     round_waited: bool = False
-    """Whether the next round waited for the draft."""
+    """Whether the next round has waited for the draft."""
     keeps_up: bool = False
-    """Whether the draft answered the commit before the last one in time. Where drafts share cores with rounds, one that
-    did not has all to do that it was not waited for, the prompt at first: a price that is paid once."""
+    """Whether the draft answered the commit before the last one in time. If not, a draft that shares cores with rounds
+    must first do all work that it was not waited for, such as the prompt: a price that is paid once."""
     is_new: bool = True
-    """Whether no answer of the draft was awaited and came."""
+    """Whether no awaited answer of the draft has come yet."""
     num_messages: int = 0
     """Messages that followed the last commit."""
     num_late: int = 0
-    """Messages of these that came after the round was launched, on cores that the round had taken."""
+    """How many of these came after the round was launched, from cores that the round had taken."""
     num_vain_waits: int = 0
-    """Waits in a row that brought no answer; counted where drafts share cores with rounds."""
+    """Waits in a row that brought no answer; counted if drafts share cores with rounds."""
     num_skipped: int = 0
-    """Commits since the last of them that passed without a wait because of that."""
+    """Commits since the last such wait that passed without a wait because of `num_vain_waits`."""
     answered_at: float | None = None
-    """When the answer came, or the last part behind it; None where no further part is awaited."""
+    """When the answer came, or the last part behind it; None if no further part is awaited."""
     num_parts: int = 0
     """Parts that have come behind the answer."""
     miss_gain: float = 1.0
@@ -152,9 +153,9 @@ class DraftWaitState:
     promised: float = 0.0
     """Gain that answer and parts promise, with PROMISE_NODES nodes."""
     deep_promised: float = 0.0
-    """Gain that they promise with as many nodes as a round of one request may well take."""
+    """Gain that answer and parts promise with as many nodes as a round of one request may well take."""
     deep_end_chance: float = 0.0
-    """The chance that what is committed next runs past one of those nodes which has no children yet."""
+    """The chance that the path committed next runs past one of those nodes that has no children yet."""
     end_chance: float = 0.0
     """The same chance for the nodes that the next round would take, as far as it could take deeper ones."""
 
@@ -172,12 +173,12 @@ class DraftWaitState:
         return excess >= 0 and self.num_skipped < min(1 << min(excess, 30), _MAX_SKIPPED_COMMITS)
 
     def on_open(self, health: ReplicaHealth, at: float) -> None:
-        """A replica with this health was told of the request."""
+        """Note that a replica with this health was told of the request."""
         self.health, self.is_served = health, True
         self.opened_at = self.sent_at = at
         self.awaits_answer = True
         self.after_hit = self.round_waited = False
-        # Where every answer is waited for, the first one is none of another kind.
+        # If every answer is awaited, the first one is treated like all others.
         self.has_answered = self.mode.every_answer
         self.num_messages = self.num_late = self.num_vain_waits = self.num_skipped = 0
         self.keeps_up, self.is_new = False, True
@@ -185,20 +186,20 @@ class DraftWaitState:
         self._forget_answer()
 
     def on_close(self) -> None:
-        """No replica grows the tree any more."""
+        """Note that no replica grows the tree any more."""
         self.answered_at = None
         self.is_served = self.awaits_answer = self.is_miss = False
 
     def on_pause(self) -> None:
-        """The request was preempted; what comes until it runs again says nothing of how long parts take."""
+        """Note that the request was preempted: what comes until it runs again does not show how long parts take."""
         self.paused, self.answered_at = True, None
 
     def on_silence(self) -> None:
-        """The draft says nothing more to the newest commit."""
+        """Note that the draft says nothing more to the newest commit."""
         self.awaits_answer, self.answered_at = False, None
 
     def on_commit(self) -> None:
-        """The mirror was re-rooted: what followed the commit before is over, and the draft is not told yet."""
+        """Note that the mirror was re-rooted: answers to the commit before are over, and the draft was not told yet."""
         mode, has_nodes = self.mode, self.mirror.has_nodes
         mode.launched_at = math.inf
         self.num_skipped += self.skips_wait
@@ -223,15 +224,15 @@ class DraftWaitState:
         self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0
 
     def on_sent(self, at: float) -> None:
-        """The draft was told of the commit."""
+        """Note that the draft was told of the commit."""
         self.sent_at = at if self.has_answered else self.opened_at
 
     def on_wait(self) -> None:
-        """The next round waits for this draft."""
+        """Note that the next round waits for this draft."""
         self.round_waited = True
 
     def on_launch(self, at: float) -> None:
-        """A round was launched, where drafts share cores with rounds: a wait before it is over."""
+        """Note that a round was launched, if drafts share cores with rounds: a wait before it is over."""
         if not self.round_waited or not self.expects or self.sent_at is None:
             return
         if self.answered_at is not None:
@@ -241,15 +242,15 @@ class DraftWaitState:
             self.num_vain_waits, self.num_skipped = self.num_vain_waits + 1, 0
 
     def on_answer(self, at: float, num_nodes: int, num_requests: int) -> None:
-        """A message that follows the newest commit arrived, with `num_nodes` new nodes.
+        """Note that a message that follows the newest commit arrived, with `num_nodes` new nodes.
 
-        `num_requests`: that the replica serves.
+        `num_requests`: number of requests that the replica serves.
         """
-        # A draft that shares cores with rounds has said all with its answer.
+        # A draft that shares cores with rounds says all there is in its answer.
         by_parts = num_requests <= _MAX_PART_REQUESTS and not self.mode.every_answer
         self.num_messages += 1
         if at > self.mode.launched_at:
-            # What no round could wait for says nothing of what a wait would bring.
+            # A message that no round could wait for does not show what a wait would bring.
             self.num_late += 1
             self.awaits_answer, self.answered_at = False, None
         elif self.awaits_answer:
@@ -258,7 +259,7 @@ class DraftWaitState:
             if at > self.answered_at:
                 self._on_part(at, at - self.answered_at, by_parts)
             else:
-                # One answer in several messages, or one part.
+                # The same answer, or part, in a further message.
                 gain = self._update_promise(by_parts)
                 if not self.num_parts:
                     self._learn_gain(gain)
@@ -269,7 +270,7 @@ class DraftWaitState:
         self.num_vain_waits = self.num_skipped = 0
         gain = self._update_promise(by_parts)
         catches_up = self.mode.shares_cores and not self.keeps_up
-        # A first answer without nodes comes of a prompt that is being computed.
+        # A first answer without nodes comes while the draft still computes the prompt.
         if gain > 0.0 or not (catches_up and self.is_new):
             self._learn_gain(max(gain, 0.0) - self._first_gain)
         if self.sent_at is not None:
@@ -277,7 +278,7 @@ class DraftWaitState:
             if not catches_up or seconds < times.typical:
                 times.note(seconds)
         self.is_new = False
-        # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
+        # In lockstep a tree is one message, and the answer to a hit says nothing about that to a miss.
         self.answered_at = None if self.mode.lockstep else at
 
     def _on_part(self, at: float, seconds: float, by_parts: bool) -> None:
@@ -292,7 +293,7 @@ class DraftWaitState:
         self.answered_at = at if self.num_parts < MAX_PARTS and by_parts else None
 
     def _update_promise(self, by_parts: bool) -> float:
-        """Gain that the best nodes promise more than before the message; how they share it is learned."""
+        """Update what the best nodes promise, and learn how they share it. Returns the gain since the last message."""
         chances, self.deep_end_chance = self._best_chances(_MAX_PART_NODES if by_parts else PROMISE_NODES)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         self._stats.note_shares(promise)
@@ -300,13 +301,13 @@ class DraftWaitState:
         return self.promised - before
 
     def _best_chances(self, count: int) -> tuple[list[float], float]:
-        """How likely the best `count` nodes are committed, and how likely what is committed ends behind them."""
+        """Return how likely each of the best `count` nodes is committed, and the chance that the path runs on."""
         forest = Forest([self.mirror], [count])
         chances = list(islice(forest.best(), count))
         return chances, forest.ends(0, len(chances))
 
     def _learn_gain(self, excess: float) -> None:
-        """An answer promised so much more than it was expected to."""
+        """Learn that an answer promised so much more than expected."""
         if self.after_hit:
             self.hit_gain += _LEARN_RATE * excess
         else:
@@ -323,20 +324,20 @@ class DraftWaitState:
 
     @property
     def _stats(self) -> AnswerStats:
-        """What the draft sent lately after commits like the last one."""
+        """Statistics of what the draft sent after commits like the last one."""
         return self.health.hits if self.after_hit else self.health.misses
 
     @property
     def _first_times(self) -> AnswerTimes:
-        """How long the answer takes that is awaited first."""
+        """Times of the answer that is awaited first."""
         return self._stats.answer if self.has_answered else self.health.opens
 
     @property
     def _more_gain(self) -> float:
         """Gain that the next part behind the answer is likely to bring.
 
-        Of the first part it is what such parts brought lately. Later ones bring little to most trees, and much where
-        all that is there is likely to be accepted.
+        For the first part, this is what first parts brought lately. Later ones bring little to most trees, but much if
+        the whole tree is likely to be accepted.
         """
         if self.awaits_answer or not self.num_parts:
             return self._stats.more_gain
@@ -349,21 +350,21 @@ class DraftWaitState:
         return max(first, 0.0) + max(self._more_gain, 0.0)
 
     def min_seconds(self, now: float) -> float:
-        """Seconds left of the shortest wait for the draft that is likely to bring anything."""
+        """Return the seconds left of the shortest wait for the draft that is likely to bring anything."""
         times, since = self._first_times, self.sent_at
         if not self.awaits_answer:
             times, since = self._stats.part_times(self.num_parts), self.answered_at
         return times.left(0.0 if since is None else now - since)[0]
 
     def first_wait(self, now: float) -> Wait | None:
-        """The wait for the answer to the last commit; None if none is due."""
+        """Return the wait for the answer to the last commit; None if none is due."""
         if not self.awaits_answer:
             return None
         waited = 0.0 if self.sent_at is None else now - self.sent_at
         return Wait(self._first_gain, *self._first_times.left(waited), self._stats.shares, self._stats.found)
 
     def whole_wait(self, now: float) -> Wait | None:
-        """The wait for the next part, and for the answer if it has not come; None if little is likely to follow."""
+        """Return the wait for the next part, and for the answer if that is due; None if little is likely to follow."""
         stats, more_gain = self._stats, self._more_gain
         if more_gain < _MIN_PART_GAIN:
             return None
@@ -388,10 +389,10 @@ class DraftWaitPolicy:
     """Compares tokens per second of a round now with those of a round after the awaited answers."""
 
     def __init__(self, budget: Budget, max_seconds: float, mode: DraftWaitMode | None = None) -> None:
-        """`max_seconds`: of a wait.
+        """`max_seconds`: longest wait.
 
-        Where drafts share cores with rounds, one that is not waited for has no cores to answer on, so that a wait, once
-        begun, lasts as long as it pays.
+        If drafts share cores with rounds, a draft that is not waited for has no cores to answer on, so a wait that has
+        begun lasts as long as it pays.
         """
         self._budget = budget
         self._max_seconds = max_seconds
@@ -401,10 +402,10 @@ class DraftWaitPolicy:
     def wait_seconds(
         self, awaited: Sequence[DraftWaitState], num_tokens: int, choice: Choice, beside: float = 0.0, *, now: float
     ) -> float:
-        """How long to wait at most, from `now`; 0 means not at all.
+        """Return how long to wait at most, from `now`; 0 means not at all.
 
-        `awaited`: the round's requests that expect an answer, or more of one. The round computes `num_tokens` tokens
-        before any nodes, and as it stands would be `choice`, with `beside` seconds for other things.
+        `awaited`: the round's requests that expect an answer, or a further part of one. `num_tokens`: tokens that the
+        round computes without nodes. `choice`: its nodes as of now. `beside`: its seconds for other things.
         """
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
@@ -423,18 +424,18 @@ class DraftWaitPolicy:
         return max(self._worth(group, num_tokens, choice, beside) for group in waits)
 
     def _is_hopeless(self, awaited: Sequence[DraftWaitState], choice: Choice, now: float) -> bool:
-        """Whether no wait can pay, told at a glance: if all that is awaited came with the first of it, at no cost.
+        """Whether no wait can pay, at a glance: not even if all that is awaited came with the first of it, at no cost.
 
-        In rounds of many requests some nearly always await something, and the device has nothing to do meanwhile.
+        In rounds of many requests some nearly always await something, and the device is idle during a longer look.
         """
         rate = self._min_speedup * self._rate(choice, 0.0)
         longest = (choice.expected + sum(state.max_gain for state in awaited)) / rate - choice.seconds
         return all(longest <= state.min_seconds(now) for state in awaited)
 
     def _worth(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
-        """Seconds to wait for all of these, 0 if that does not pay.
+        """Return the seconds to wait for all of `waits`; 0 if that does not pay.
 
-        As the round now has the number of nodes that suits it best, so has the one after the wait.
+        After the wait, the round has the number of nodes that suits it best, just as it has now.
         """
         real = [wait for wait in waits if wait is not None]
         if not real:
@@ -453,9 +454,9 @@ class DraftWaitPolicy:
         return min(pays, longest, self._max_seconds)
 
     def _rate(self, choice: Choice, found: float) -> float:
-        """Tokens a second without a wait.
+        """Return the tokens per second without a wait.
 
-        A draft with a device of its own answers while rounds run. What it brings, `found` tokens, is there for the
-        round after, as far as it was so lately, which makes a wait as long as a round worth less than the round.
+        A draft with a device of its own answers while rounds run. By recent experience, `found` tokens are then there
+        for the round after, which makes a wait as long as a round worth less than the round.
         """
         return (choice.expected + found / 2) / choice.seconds

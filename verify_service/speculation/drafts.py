@@ -1,4 +1,4 @@
-"""Draft replicas, the speculative requests that they serve, and what goes to and comes from them."""
+"""Draft replicas, the speculative requests that they serve, and the messages to and from them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.replica import MAX_WRONG_LOOKS, Calibrator, DraftBackoff, DraftConnection, ReplicaHealth
 
 REOPEN_SECONDS = 1.0
-"""How long a request waits for a draft that declined it for lack of room, or twice in a row."""
+"""How long a request waits to be opened again if a draft declined it for lack of room, or lost it twice in a row."""
 
 CONFIRM_SECONDS = 0.1
-"""A replica is lost if it is found so for this long: once is no proof, its answer may lie in a frame read in part."""
+"""A replica is reset if it seems lost for this long: once is no proof, its answer may lie in a frame read in part."""
 
 CREDIT_ROUNDS = 16
-"""Rounds' worth of nodes that a draft may hold for a request, half of that where more than two share the rounds.
+"""Rounds' worth of nodes that a draft may hold for a request, half of that if more than two share the rounds.
 
-When a round is chosen, the draft has not heard of the last commit; what the next one takes must be there by then. So
-its tree reaches over two rounds in depth: the nodes in flight, and those below the most likely of them. No more than a
-part of either is on the path that is committed, and a round ends with a token that was unlikely: what the next one
-takes hangs below one of many such tokens. Simulated, half as many cost 2 to 3 % of tokens per second, and twice as many
-bring nothing.
+When a round's nodes are chosen, the draft has not heard of the last commit; the nodes for the next round must be there
+by then. So the tree must reach two rounds deep: the nodes in flight, and those below the most likely of them. Only some
+of either are on the committed path, and a round ends with a token that was unlikely: the next round's nodes hang below
+one of many such tokens. In simulations, half as many nodes cost 2 to 3 % of tokens per second, and twice as many bring
+nothing.
 """
 
 MAX_CALIBRATORS = 64
-"""Drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
+"""Most drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
 
 _MAX_UNSENT_TOKENS = 64
-"""Committed tokens at most that a draft is not told of because no round waited for it, or it rests: it computes them
-when it is."""
+"""Most committed tokens that a draft is not told of because no round waits for it, or it rests: it must compute them
+once it is told."""
 
 _MIN_GRANTED_NODES = 4
-"""Nodes of a round that a request is granted at least, however many others there are."""
+"""Fewest nodes of a round that a request is granted, however many other requests there are."""
 
 _RESTING_CREDIT = 1
 """Live nodes that a draft at rest may hold for a request: its guesses are still judged, and it takes little of a device
@@ -69,26 +69,26 @@ class SpeculativeRequest:
     credit: int
     """Live nodes that the draft may hold."""
     number: int = 0
-    """Id by which the replica knows the request; another one each time it is opened."""
+    """Number by which the replica knows the request; a new one each time the request is opened."""
     replica: DraftReplica | None = None
     retry_at: float = 0.0
     refused_by: set[DraftConnection] = field(default_factory=set)
     """Sessions whose draft will not take the request, however often it is asked."""
     num_features_sent: int = 0
-    """Positions whose features the draft was sent, or that are on their way."""
+    """Number of positions whose features were sent to the draft, or are on their way."""
     num_unsent_tokens: int = 0
     """Committed tokens that the draft was not told of, because it is in doubt, rests, or no round waited for it."""
     num_used_nodes: float = 0.0
-    """Nodes that its rounds took lately."""
+    """Nodes that rounds took of the tree lately."""
 
     @property
     def awaits_look(self) -> bool:
-        """Whether the draft, which is in doubt, was told of the newest commit and has not followed it."""
+        """Whether the draft is in doubt, was told of the newest commit and has not followed it."""
         return self.backoff.in_doubt and self.wait.sent_at is not None and not self.wait.num_messages
 
     @property
     def feature_end(self) -> int:
-        """Positions whose features the draft should have: all that are stored, of tokens that it was told of."""
+        """Number of positions whose features the draft should have: all stored ones of tokens that it was told of."""
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_unsent_tokens)
 
 
@@ -102,49 +102,49 @@ class DraftReplica:
     """Calibration of this draft's sources; another draft's scores say nothing about it."""
     terms: Terms = field(default_factory=Terms)
     feature_parts: tuple[int, ...] = ()
-    """Parts of a stored row that its features are; empty if it gets none."""
+    """Parts of a stored row that the draft gets as features; empty if it gets none."""
     channel: FeatureChannel | None = None
-    """Its features stream, if it takes any and the stream was asked for."""
+    """The draft's features stream, if it takes features and the stream was asked for."""
     requests: dict[int, SpeculativeRequest] = field(default_factory=dict)
-    """Requests that it serves, by number."""
+    """Requests that the draft serves, by number."""
     outbox: list[VerifyMessage] = field(default_factory=list)
     draining: bool = False
-    """Whether it goes away: it keeps the requests that it has, and nothing new is opened with it."""
+    """Whether the draft is going away: it keeps its requests, and no new ones are opened with it."""
     lost_since: float | None = None
-    """When it was first found lost; None while it is not."""
+    """When the draft was first found lost; None while it is not."""
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
-    """Record of its guesses for all of its requests; new ones begin with it."""
+    """Record of the draft's guesses for all of its requests; new requests begin with it."""
 
 
 @dataclass(eq=False, repr=False)
 class Drafts:
     """All draft replicas and speculative requests of a verify engine, whose thread alone uses it.
 
-    Losing a replica forgets its trees and nothing else: their requests go on with plain decoding until one is there.
+    Losing a replica loses its trees and nothing else: their requests go on with plain decoding until another is there.
     """
 
     vocab_size: int
     max_nodes: int
-    """Nodes that a draft may hold for a request."""
+    """Most nodes that a draft may hold for a request."""
     clock: Callable[[], float] = time.monotonic
     mode: DraftWaitMode = field(default_factory=DraftWaitMode)
-    """How rounds wait for drafts, which changes."""
+    """How rounds wait for drafts; this changes while serving."""
     dropped: Counter[str] = field(default_factory=Counter)
     declined: Counter[str] = field(default_factory=Counter)
     replicas: dict[DraftConnection, DraftReplica] = field(default_factory=dict)
     feature_epoch: int = 0
-    """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
+    """Requests of this epoch (`Memory.feature_epoch`) have their features stored; 0 while no request has."""
     _requests: dict[Request, SpeculativeRequest] = field(default_factory=dict)
     _calibrators: dict[str, Calibrator] = field(default_factory=dict)
     _next_number: int = 1
 
     @property
     def resting(self) -> bool:
-        """Whether rounds are to be plain for now, whatever trees have."""
+        """Whether rounds are to be plain for now, whatever nodes trees have."""
         return self.mode.resting
 
     def rest(self, resting: bool) -> None:
-        """Have drafts rest: they are told of commits seldom, and grow little. Or end that: they are told of all."""
+        """Let drafts rest, so that they hear of commits seldom and grow little; or end that, and tell them of all."""
         ends = self.mode.resting and not resting
         self.mode.resting = resting
         if ends:
@@ -160,7 +160,7 @@ class Drafts:
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
         if not request.params.disable_speculation:
-            # Half of them may be dead until they are in the way.
+            # Half of the mirror's nodes may be dead ones, which are kept until they are in the way.
             mirror = TreeMirror(request.tokens, self.vocab_size, 2 * self.max_nodes)
             backoff = DraftBackoff()
             wait = DraftWaitState(mirror, self.mode, backoff)
@@ -169,24 +169,24 @@ class Drafts:
             self._assign(spec)
 
     def on_commit(self, request: Request) -> None:
-        """Tokens were committed: re-root the tree. All else that follows from it can wait for `send_commit`."""
+        """Re-root the tree of a request whose tokens were committed. All else can wait for `send_commit`."""
         spec = self._requests.get(request)
         if spec is not None:
             spec.mirror.commit()
             spec.wait.on_commit()
 
     def on_launch(self, at: float) -> None:
-        """A round was launched then; where drafts share cores with rounds, what they do from then on is slow."""
+        """Note that a round was launched: from then on, drafts that share cores with rounds are slow."""
         if self.mode.shares_cores:
             self.mode.launched_at = at
             for spec in self._requests.values():
                 spec.wait.on_launch(at)
 
     def credit(self, request: Request, share: int, num_nodes: int) -> int:
-        """Live nodes that the request's draft may hold from now on, after a round that took `num_nodes` of them.
+        """Return how many live nodes the request's draft may hold from now on, after a round that took `num_nodes`.
 
-        `share`: nodes of a round that the request would have if all had as many. What it uses may be more: its text is
-        easier than the others'. In all this is bounded, since rounds are; and no more than its tree has room for.
+        `share`: nodes of a round for each request if all got as many. The request may use more, if its text is easier
+        than others. All credits together are bounded, since rounds are, and each by the room in a tree.
         """
         spec = self._requests.get(request)
         if spec is None:
@@ -214,7 +214,7 @@ class Drafts:
             self._tell(spec)
 
     def tell_awaited(self, requests: Iterable[Request]) -> None:
-        """Tell drafts that the next round waits for of what they were not told of."""
+        """Tell drafts that the next round waits for of commits that they were not told of."""
         for request in requests:
             spec = self._requests.get(request)
             if spec is not None and spec.wait.round_waited and spec.replica is not None and spec.num_unsent_tokens:
@@ -222,8 +222,8 @@ class Drafts:
         self.flush()
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
-        """Whether its draft need not be told of a commit before a round waits for it: what it grew beside a round would
-        take the round's cores, and follow a commit that is outdated by the time the tree is there. Nor while it rests.
+        """Whether the request's draft need not be told of a commit now: it rests, or a round must wait for it first,
+        since growth beside a round would take its cores, for a commit that is outdated once the tree is there.
         """
         if self.resting:
             return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
@@ -246,7 +246,7 @@ class Drafts:
         return min(spec.credit, _RESTING_CREDIT) if self.resting else spec.credit
 
     def pause(self, request: Request) -> None:
-        """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
+        """Note that the request was preempted: until it runs again no draft, not even a new one, need grow its tree."""
         spec = self._requests.get(request)
         if spec is None or spec.wait.paused:
             return
@@ -255,7 +255,7 @@ class Drafts:
             spec.replica.outbox.append(Pause(spec.number))
 
     def resume(self, request: Request) -> None:
-        """The request runs again."""
+        """Note that the request runs again."""
         spec = self._requests.get(request)
         if spec is None or not spec.wait.paused:
             return
@@ -264,13 +264,13 @@ class Drafts:
             spec.replica.outbox.append(Resume(spec.number, self._granted(spec)))
 
     def close(self, request: Request) -> None:
-        """The request ended."""
+        """Stop speculating for a request that ended."""
         spec = self._requests.pop(request, None)
         if spec is not None:
             self._detach(spec, tell=True)
 
     def connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
-        """A session began; requests without a draft get this one."""
+        """Take in a draft whose session began; requests without a draft get this one."""
         calibrator = self._calibrators.pop(connection.address, None) or Calibrator()
         self._calibrators[connection.address] = calibrator
         if len(self._calibrators) > MAX_CALIBRATORS:
@@ -280,7 +280,7 @@ class Drafts:
         self._assign_all()
 
     def disconnected(self, connection: DraftConnection) -> None:
-        """A session ended, and with it the epochs of its trees."""
+        """Drop a draft whose session ended, and with it the epochs of its trees."""
         replica = self.replicas.pop(connection, None)
         for spec in self._requests.values():
             spec.refused_by.discard(connection)
@@ -289,7 +289,7 @@ class Drafts:
             self._assign(spec)
 
     def receive(self, connection: DraftConnection, messages: Iterable[DraftMessage], arrived_at: float) -> None:
-        """Take what a draft sent, and when it arrived. Whatever is wrong with it is dropped and counted."""
+        """Take messages of a draft that arrived at `arrived_at`. Whatever is wrong in them is dropped and counted."""
         replica = self.replicas.get(connection)
         if replica is None:
             return
@@ -304,7 +304,7 @@ class Drafts:
                     self.dropped["unexpected"] += 1
 
     def said_all(self, connection: DraftConnection) -> None:
-        """A draft has nothing more to say before it is told something."""
+        """Note that a draft has nothing more to say until it is told something."""
         replica = self.replicas.get(connection)
         for spec in replica.requests.values() if replica is not None else ():
             spec.wait.on_silence()
@@ -322,7 +322,7 @@ class Drafts:
                 replica.outbox = []
 
     def learn(self) -> None:
-        """Learn from what was committed and received; it may wait until there is time."""
+        """Learn from what was committed and received; this can be done whenever there is time."""
         for replica in self.replicas.values():
             self._learn(replica, replica.requests.values())
 
@@ -332,14 +332,14 @@ class Drafts:
         return spec is not None and spec.replica is not None
 
     def may_have_nodes(self, request: Request) -> bool:
-        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes, and none rests."""
+        """Whether the request's tree has nodes, or a draft that is not in doubt grows it; never while drafts rest."""
         if self.resting:
             return False
         spec = self._requests.get(request)
         return spec is not None and (spec.mirror.has_nodes or (spec.replica is not None and not spec.backoff.in_doubt))
 
     def take_answer_seconds(self) -> list[float]:
-        """Seconds of the answers to commits since this was asked last."""
+        """Return the seconds of all answers to commits since the last call."""
         taken: list[float] = []
         for replica in self.replicas.values():
             if replica.health.unreported:
@@ -348,9 +348,9 @@ class Drafts:
         return taken
 
     def check_replicas(self) -> None:
-        """Reset sessions that answer nothing any more, and find drafts for requests that have none.
+        """Reset sessions that no longer answer, and find drafts for requests that have none.
 
-        Call it when all that arrived was taken: during a round answers lie unread, and replicas seem slow or lost.
+        Call this when all messages were taken: during a round answers lie unread, and replicas seem slow or lost.
         """
         now = self.clock()
         for replica in list(self.replicas.values()):
@@ -370,7 +370,7 @@ class Drafts:
                 self._assign(spec)
 
     def _assign(self, spec: SpeculativeRequest) -> None:
-        """Open the request with the healthy replica that has the fewest."""
+        """Open the request with the healthy replica that has the fewest requests, if any may serve it now."""
         if self.clock() >= spec.retry_at:
             fit = [
                 replica
@@ -396,10 +396,11 @@ class Drafts:
         return bool(self.feature_epoch) and request.feature_epoch == self.feature_epoch
 
     def renew_features(self, epoch: int) -> None:
-        """Features are stored, or other ones, of requests of this epoch: drafts that need them serve nobody for now.
+        """Begin an epoch whose requests have features stored, or other ones than before. Drafts that need features
+        serve nobody for now.
 
-        Those that can do without keep the requests of which they have none, and are told anew of the others: new ones
-        come from the first position on.
+        Drafts that can do without keep requests for which they have got none; other requests are opened again, since
+        their new features begin at the first position.
         """
         self.feature_epoch = epoch
         for replica in self.replicas.values():
@@ -410,7 +411,7 @@ class Drafts:
                     self._assign(spec)
 
     def _open(self, spec: SpeculativeRequest, replica: DraftReplica) -> None:
-        """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
+        """Open the request under a new number, so that no late message can be taken for one about this opening."""
         spec.number, self._next_number = self._next_number, self._next_number + 1
         spec.replica = replica
         spec.wait.on_open(replica.health, self.clock())
@@ -452,7 +453,7 @@ class Drafts:
             spec.wait.on_answer(arrived_at, num_nodes, len(replica.requests))
 
     def _open_again(self, spec: SpeculativeRequest) -> None:
-        """Open a request anew, with whoever may serve it; not again and again."""
+        """Open a request again, with any replica that may serve it; with a pause if it was opened just before."""
         again = self.clock() - spec.wait.opened_at < REOPEN_SECONDS
         spec.retry_at = self.clock() + REOPEN_SECONDS if again else spec.retry_at
         self._detach(spec, tell=True)
@@ -463,7 +464,7 @@ class Drafts:
         self.declined[decline.reason.name.lower()] += 1
         if spec is None:
             return
-        # Told in any case: what a broken message has declined is open with the draft still.
+        # Close it with the draft in any case: a request declined by a broken message is still open there.
         self._detach(spec, tell=True)
         if decline.reason is DeclineReason.DRAINING:
             replica.draining = True
@@ -480,7 +481,7 @@ class Drafts:
         for spec in specs:
             news = spec.mirror.take_observations()
             seen += news
-            # In lockstep every answer is waited for.
+            # In lockstep every answer is waited for, whatever guesses are worth.
             if not self.mode.lockstep:
                 spec.backoff.judge(news)
                 replica.backoff.judge(news)

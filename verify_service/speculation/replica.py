@@ -35,39 +35,39 @@ class DraftConnection(Protocol):
         """Send features, in order. Their bytes are good during the call alone."""
 
     def reset(self) -> None:
-        """End the session, from which nothing is heard, and begin anew."""
+        """End the session, which has gone silent, and begin a new one."""
 
 
 PROMISE_NODES = 8
-"""Best nodes of a request's tree that a wait counts on: what they bring, and what a round of them costs."""
+"""Number of best nodes of a request's tree that a wait counts on: what they bring, and what a round of them costs."""
 
 MAX_PARTS = 6
-"""Parts behind an answer that are looked at: with what came before them, a level of the tree for each that is likely to
-be followed at all."""
+"""Most parts behind an answer that are looked at: together with the answer, one for each level of a tree that is likely
+to be reached at all."""
 
 _MIN_END_CHANCE = 0.5
-"""Chance that a tree ends too soon, below which what a part adds says little."""
+"""Chance that a tree ends too soon; below it, what a part adds says little."""
 _LEARN_RATE = 0.1
 """Weight of the newest measurement."""
 _TIME_OPTIMISM = 0.02
 """Part by which times look shorter with each commit whose answer no round waited for long enough."""
 _GAIN_OPTIMISM = 0.003
-"""Part by which gains look larger; less, because what was waited for to its end is known well."""
+"""Part by which gains then look larger; less, because gains of answers waited for to the end are known well."""
 _SLOW_FACTOR = 10.0
 _SLOW_MIN_SECONDS = 0.05
-"""A replica is slow with an answer that takes both so long, and so many times as long as usual."""
+"""A replica is slow if an answer takes this long, and _SLOW_FACTOR times as long as usual."""
 _LOST_SECONDS = 2.0
 _TIMEOUT_FACTOR = 1.5
-"""Times as long as a wait in vain that an answer is assumed to take."""
+"""After a wait in vain, an answer is assumed to take this many times as long as the wait."""
 
 _PRIOR_FOUND = 0.7
-"""Part of the answers without a wait that are assumed to leave nodes for the round after, before any was seen."""
+"""Part of the answers without a wait that are assumed, before any was seen, to leave nodes for the round after."""
 _FOUND_OPTIMISM = 0.01
-"""Part of the way back to the prior with each answer that a round waited for: it says nothing of the others."""
+"""Part of the way back to the prior that each awaited answer brings: it says nothing about answers without a wait."""
 
 
 class AnswerTimes:
-    """How long something takes, in seconds: the mean of late, and about the 95th percentile."""
+    """How long something takes, in seconds: the recent mean, and about the 95th percentile."""
 
     def __init__(self, typical: float = 0.002, late: float = 0.006) -> None:
         self.typical = typical
@@ -81,17 +81,17 @@ class AnswerTimes:
         self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
 
     def shorten(self) -> None:
-        """Take it for a little faster than it was."""
+        """Assume that it has become a little faster."""
         self.typical *= 1 - _TIME_OPTIMISM
         self.late = max(self.late * (1 - _TIME_OPTIMISM), self.typical)
 
     def note_timeout(self, seconds: float) -> None:
-        """Take a wait that nothing came in. A short one says nothing of what usually takes longer."""
+        """Note a wait in which nothing came. A short one says nothing about something that usually takes longer."""
         if _TIMEOUT_FACTOR * seconds > self.typical:
             self.note(_TIMEOUT_FACTOR * seconds)
 
     def left(self, waited: float) -> tuple[float, float]:
-        """What is left of `typical` and `late` after waiting for `waited` seconds."""
+        """Return what is left of `typical` and `late` after waiting for `waited` seconds."""
         return max(self.typical - waited, 0.0), max(self.late - waited, 0.0)
 
 
@@ -99,7 +99,7 @@ class AnswerStats:
     """What a draft sends after a commit: an answer, and more of it, part by part, as a model's burst goes on.
 
     `answer`, `more`, `later`: times of the answer, from it to the first part, and from a part to the next one.
-    `more_gain`: accepted tokens that the first part added to what the answer promised, 0 where none came.
+    `more_gain`: accepted tokens that the first part added to what the answer promised, 0 if none came.
     `part_gains`: accepted tokens that the first, second, ... part adds, as a share of the chance that the tree ends too
     soon without it.
     `found`: how often, without a wait for it, an answer left nodes for the round after.
@@ -115,32 +115,32 @@ class AnswerStats:
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
     def part_times(self, part: int) -> AnswerTimes:
-        """How long part number `part` takes, from what came before it."""
+        """Return how long part number `part` takes, from the part or answer before it."""
         return self.later if part else self.more
 
     def note_shares(self, promise: NDArray[np.float64]) -> None:
-        """Tokens that the best 1, 2, ... nodes of an answer are expected to have accepted, shape [PROMISE_NODES]."""
+        """Learn how many accepted tokens the best 1, 2, ... nodes of an answer promise, shape [PROMISE_NODES]."""
         if promise[-1]:
             self.shares = self.shares + _LEARN_RATE * (promise / promise[-1] - self.shares)
 
     def note_found(self, waited: bool, has_nodes: bool) -> None:
-        """A round began without nodes, after a wait for them or not, and the one after it has some or not."""
-        if waited:  # which says nothing of rounds that do not
+        """Note whether a round that began without nodes waited for some, and whether the round after it has any."""
+        if waited:  # which says nothing about rounds that do not wait
             self.found += _FOUND_OPTIMISM * (self._prior_found - self.found)
         else:
             self.found += _LEARN_RATE * (has_nodes - self.found)
 
     def note_more_gain(self, gain: float) -> None:
-        """The first part behind an answer brought so much; nothing if none came before the round was over."""
+        """Note the gain of the first part behind an answer; 0 if none came before the round was over."""
         self.more_gain += _LEARN_RATE * (gain - self.more_gain)
 
     def note_part_gain(self, part: int, gain: float, end_chance: float) -> None:
-        """Part number `part` brought so much, and before it the tree ended too soon with this chance."""
+        """Note the gain of part number `part`, and the chance before it that the tree ended too soon."""
         if end_chance >= _MIN_END_CHANCE:
             self.part_gains[part] += _LEARN_RATE * (gain / end_chance - self.part_gains[part])
 
     def note_unmeasured(self) -> None:
-        """No round waited long enough to measure anything: what may come looks a little better each time.
+        """Note that no round waited long enough to measure anything: estimates then become a little better each time.
 
         So a draft that was not worth waiting for is tried again some day.
         """
@@ -150,62 +150,62 @@ class AnswerStats:
 
 
 class ReplicaHealth:
-    """Times from a commit to the draft's acknowledgement of it, in seconds.
+    """How long a draft takes to acknowledge commits, in seconds, and what its answers bring.
 
-    A replica is good while its oldest unanswered commit is young for it, and lost when nothing came back for two
-    seconds: it may be stopped, or its connection dead without a word.
+    A replica is good while it does not answer the oldest commit unusually late, and lost when nothing came back for two
+    seconds: it may be stopped, or its connection dead without notice.
     """
 
     def __init__(self, clock: Callable[[], float], shares_cores: bool = False) -> None:
-        """`shares_cores`: a draft shows what it can do only if it is waited for, so much is expected of it at first."""
+        """`shares_cores`: such a draft shows what it can do only if it is waited for, so much is expected at first."""
         self._clock = clock
         self._prior_gain = 1.0 if shares_cores else 0.0
         self._prior_found = 0.0 if shares_cores else _PRIOR_FOUND
         self.unreported: list[float] = []
-        """Times of answers that no figures have yet; whoever reports them empties it."""
+        """Times of answers that were not reported yet; whoever reports them empties this list."""
         self.restart()
 
     def restart(self) -> None:
         """Forget everything, as at the start of a session."""
         self.times = AnswerTimes()
         self.misses = AnswerStats(self._prior_gain, self._prior_found)
-        """After commits that left no nodes."""
+        """Answers to commits that left no nodes."""
         self.hits = AnswerStats(self._prior_gain)
-        """After those that left some, where an answer to them is waited for."""
+        """Answers to commits that left some, if these are waited for."""
         self.opens = AnswerTimes()
         """Times of the first answers to requests that were opened, prompts included."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
         self._silence = 0.0
-        """Seconds since anything was heard for which requests were waited for that have ended."""
+        """Seconds, since anything was heard, of waits for answers about requests that have ended."""
 
     def sent(self, number: int, length: int) -> None:
-        """A request was opened or committed up to `length`; the oldest unanswered one counts."""
+        """Note that a request was opened or committed up to `length`; its oldest unanswered message counts."""
         self._newest[number] = (length, self._clock())
         self._unanswered.setdefault(number, self._newest[number])
 
     def answered(self, number: int, acked_len: int, at: float) -> None:
-        """An answer of time `at` says that the draft has applied commits up to `acked_len`."""
+        """Note that an answer, received at `at`, says that the draft has applied commits up to `acked_len`."""
         length, since = self._unanswered.get(number, (0, 0.0))
         if not length or acked_len < length:
             return
         seconds = max(at - since, 0.0)
         self.unreported.append(seconds)
         self.times.note(seconds)
-        # What was sent while this one was under way is still to be answered, or nobody would miss its answer.
+        # A commit sent while this answer was under way is still unanswered, and its answer must be missed.
         if self._newest[number][0] > acked_len:
             self._unanswered[number] = self._newest[number]
         else:
             self._drop(number)
 
     def heard(self) -> None:
-        """The draft has said something, of whatever request."""
+        """Note that the draft has said something, about whatever request."""
         self._silence = 0.0
 
     def forget(self, number: int) -> None:
-        """No answer is expected any more.
+        """Expect no answer about a request any more.
 
-        A wait that was long for this replica counts on, or no silence would be noticed among short requests.
+        A wait that was long for this replica still counts: otherwise silence would go unnoticed among short requests.
         """
         waited, was_good = self._oldest(), self.good
         self._drop(number)
@@ -254,7 +254,7 @@ class Calibrator:
         self._shifts = [[0.0] * _NUM_BINS] * MAX_SOURCES
 
     def __call__(self, score: float, source: int) -> float:
-        """The edge score of a source as a calibrated edge log-probability, at most 0."""
+        """Return the edge score of a source as a calibrated edge log-probability, at most 0."""
         return min(score + self._shifts[source][bisect_left(_SCORE_EDGES, score)], _MAX_SCORE)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -280,30 +280,30 @@ class Calibrator:
 
 
 MAX_WRONG_LOOKS = 64
-"""Looks in a row that found nothing right, after which a draft is in doubt: guesses that are right once in 10 tokens
-come so far once in 800 trials, and those that are right less often hardly pay for what they cost."""
+"""Looks in a row without a right guess after which a draft is in doubt. Guesses that are right once in 10 tokens get
+there once in 800 trials, and guesses that are right less often hardly pay for what they cost."""
 
 _MIN_SKIPPED = 4
 _MAX_SKIPPED = 32
-"""Commits in a row that a draft in doubt is not told of: the first time, then doubled each time, and at most."""
+"""Commits in a row that a draft in doubt is not told of: at first, and at most. The number doubles each time."""
 
 
 @dataclass(slots=True)
 class DraftBackoff:
-    """What came of a draft's guesses lately. One without guesses costs little, and shows nothing of what it is worth.
+    """How a draft's guesses did lately. A draft without guesses costs little, and does not show what it is worth.
 
-    A draft in doubt would cost as much as any: commits and features leave, answers are read. So it is told of commits
-    rarely, of several at once, and grows little. The first guess that is right ends the doubt.
+    A draft in doubt would cost as much as any: commits and features are sent, answers are read. So it is told of
+    commits rarely, of several at once, and grows little. The first right guess ends the doubt.
     """
 
     num_wrong: int = 0
-    """Looks in a row at guesses for committed tokens that found nothing right."""
+    """Looks in a row at guesses for committed tokens that found no right one."""
     num_skipped: int = 0
     """Commits that the draft was not told of since it last was."""
 
     @property
     def in_doubt(self) -> bool:
-        """Whether nothing was right for long."""
+        """Whether no guess was right for long."""
         return self.num_wrong >= MAX_WRONG_LOOKS
 
     def restart(self, num_wrong: int) -> None:
@@ -311,14 +311,14 @@ class DraftBackoff:
         self.num_wrong, self.num_skipped = num_wrong, 0
 
     def judge(self, seen: Sequence[Observation]) -> None:
-        """Take what a look has shown: the draft's guesses for tokens that were committed since the last one."""
+        """Learn from a look at the draft's guesses for tokens that were committed since the look before."""
         if any(one.hit for one in seen):
             self.num_wrong = 0
         elif seen:
             self.num_wrong += 1
 
     def skips(self) -> bool:
-        """Whether the draft need not be told of a commit now; to be asked once for each."""
+        """Whether the draft need not be told of a commit now; call this once for each commit."""
         doubt = self.num_wrong - MAX_WRONG_LOOKS
         if doubt >= 0 and self.num_skipped < min(_MIN_SKIPPED << min(doubt, 10), _MAX_SKIPPED):
             self.num_skipped += 1
