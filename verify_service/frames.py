@@ -71,13 +71,13 @@ class RoundFigures(NamedTuple):
     gap: float | None = None
     """How long the device was idle before the round, holds aside; None after a pause."""
     gpu: float | None = None
-    """How long the device worked on the round; None where that is not measured."""
+    """How long the device worked on the round; None if that is not measured."""
     ready: int | None = None
     """Nodes that the round would have taken without a hold; None if no draft serves its requests."""
     answers: Sequence[float] = ()
     """How long each draft answer took that came since the round before."""
     drafting: float | None = None
-    """How long the device drafted behind the round before; None where it did not."""
+    """How long the device drafted behind the round before; None if it did not."""
     resting: bool = False
     """Whether the round left out the drafts that serve its requests, because plain rounds are faster."""
 

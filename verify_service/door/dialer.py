@@ -31,7 +31,7 @@ MAX_RETRY_SECONDS = 2.0
 """Longest pause. Pauses double with each failure, and start over after an attempt that lasted this long. A draft that
 has recovered is in use within 5 seconds: only the next dial shows that it was repaired or replaced."""
 AWAY_LOG_SECONDS = 5.0
-"""How long a draft may be unreachable before that is logged: one that starts along with verify is so at first."""
+"""Seconds a draft may be unreachable before that is logged: one that starts beside verify is unreachable at first."""
 AWAY_REPEAT_SECONDS = 600.0
 """Time between two such log lines with the same reason; another reason is logged after AWAY_LOG_SECONDS."""
 _REFUSALS = {
@@ -198,7 +198,7 @@ class DraftDialers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, addresses: Collection[str]) -> None:
-        """Dial these addresses and no others. A session with another one goes on until its draft, drained, ends it."""
+        """Dial these addresses and no others. Sessions with others go on until their drafts drain and end them."""
         dialers = {dialer.address: dialer for dialer in self}
         for address in addresses:
             if address not in dialers:

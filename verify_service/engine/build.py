@@ -279,7 +279,7 @@ def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool) -> Sequen
 def round_growth(
     executor: CudaExecutor, memory: Memory, cost: CostModel, fixed: Growth | None = None, is_chain: bool = False
 ) -> RoundGrowth | None:
-    """Return what decides on growth inside rounds; None if the executor does not draft. `fixed`: of every round."""
+    """Return what decides on growth inside rounds; None if the executor does not draft. `fixed`: see GrowthPolicy."""
     drafts, buckets = executor.drafts, executor.buckets
     if drafts is None:
         return None

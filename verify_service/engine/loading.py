@@ -161,7 +161,7 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
 
 
 def _needs_draft(options: VerifyOptions) -> bool:
-    """Whether a draft model that cannot draft ends the service, as with ranks: each could decide differently."""
+    """Whether a draft model that cannot draft ends the service. Ranks could not tell whether the others went on."""
     return options.tensor_parallel_size > 1 or not can_do_without_model(options)
 
 
@@ -196,7 +196,7 @@ def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: 
 
 
 def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
-    """Return the options of the draft model inside rounds; None if there is to be none. Draft services do n-grams."""
+    """Return the options of the draft model inside rounds, if any. N-grams beside it are left to draft services."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
     told = drafters_of_service(options.draft_model(str(path)), options.model)

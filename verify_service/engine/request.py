@@ -94,7 +94,7 @@ class Request:
     shared_len: int = 0
     """How many tokens the leader computes for this request."""
     feature_epoch: int = 0
-    """`Memory.feature_epoch` when it got its pages: as long as that is the same, the features of its pages are, too."""
+    """`Memory.feature_epoch` when it got its pages; while that is unchanged, so are the features of these pages."""
     grammar: GrammarState | None = None
     """State of its grammar, if it has one; set before the request is scheduled."""
     bad_words: BadWords | None = None
@@ -120,7 +120,7 @@ class Request:
     def rank(self) -> tuple[int, int, int]:
         """Sort key of running requests: the last one gives way first.
 
-        Among equal priorities, that is the youngest request of the API key with the most: a flood gives way to others.
+        Among equal priorities, that is the youngest request of the API key with the most, lest one client flood others.
         """
         return self.priority, self.place, self.arrival
 

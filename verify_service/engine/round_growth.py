@@ -49,7 +49,7 @@ _LEAST_SHARE = 8
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
 WARM_ROUNDS = 64
-"""Rounds before a probe that store features for the drafter though nothing grows: it then has the newest tokens'."""
+"""Rounds before a probe that store features for the drafter, though nothing grows: so it has those of recent tokens."""
 _MASKED_NODES = 32
 """Most nodes of a round that the host masks while the device waits: some 15 us each, in a round of some 5 ms."""
 
@@ -101,7 +101,7 @@ class VerifiedNodes(NamedTuple):
     """Indices of the accepted nodes, without those that draft services had found."""
 
     def accepted_within(self, num_steps: int, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return [num_steps + 1, sizes]: accepted nodes that there had been had trees grown by fewer levels or nodes.
+        """Return [num_steps + 1, sizes]: how many nodes would be accepted had trees grown by fewer levels or nodes.
 
         With d levels, a round has the best of the nodes that are no deeper: deeper ones take no places from them.
         """
@@ -204,7 +204,7 @@ class GrowthPolicy:
         return Growth(steps, sizes[size]) if steps else None
 
     def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
-        """Whether `plan` would return None so many times, without a search among what was learned. Changes nothing."""
+        """Whether the next `num_rounds` calls of `plan` would return None, without a new search. Changes nothing."""
         if not self.sizes(num_rows):
             return True
         table = self._tables.get(num_rows)

@@ -23,7 +23,7 @@ from verify_service.speculation.drafts import Drafts
 _UNLIMITED = 1 << 30
 
 _MIN_LED_PAGES = 4
-"""A request waits, a round or more, for another one to compute their common prefix only if it has this many pages."""
+"""A request waits, a round or more, for another one to compute their common prefix only if that saves so many pages."""
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ class SocketInbox:
         return actions
 
     def _receive(self) -> bool:
-        """Take in what was sent. Returns whether there was anything, or never will be again."""
+        """Take in what was sent. Returns whether there was anything, or there is nothing more to come."""
         # The rest of a long frame leaves while an engine waits, which a spinning one never does.
         self._pipe.flush()
         frames = self._pipe.receive()

@@ -89,7 +89,7 @@ class FeatureSender:
 
     @property
     def num_pending(self) -> int:
-        """Pieces of that preparation that are left, as far as known: graphs of rounds, as a rule."""
+        """Pieces left of the preparation to store features, as far as known: graphs of rounds, as a rule."""
         return self._num_left if self.preparing else 0
 
     @property
@@ -180,7 +180,7 @@ class FeatureSender:
             self._work_ahead()
 
     def refresh(self) -> bool:
-        """While there is no round to run, do a piece of that preparation. Returns whether more of it is left."""
+        """While there is no round to run, do a piece of what drafts wait for. Returns whether more is left."""
         if self.preparing and self._begun == self._wanted:
             self._work_ahead()
         return self.preparing

@@ -135,7 +135,7 @@ class CostModel:
         return float(self._between(np.array([self.width(tokens)]))[0])
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a wall time: the level of the whole curve and of contexts, and the shape near its width."""
+        """Learn from a round's wall time: the level of the curve and of contexts, and the shape near its width."""
         width = max(self.width(tokens), 1)
         ratio = min(max(seconds / self.seconds(tokens), 0.5), 2.0)
         near = np.exp(-np.abs(np.log2(self._widths / width)))

@@ -139,7 +139,7 @@ class DraftRest:
             self._begin_trial(load)
 
     def _is_at(self, num_requests: int) -> bool:
-        """Whether `_load` is for so many requests. It is, once there have been so many for some rounds."""
+        """Whether `_load` is for so many requests, to which it is switched after some rounds with so many."""
         if num_requests in self._numbers:
             self._num_outside = 0
             return True
@@ -150,7 +150,7 @@ class DraftRest:
         return True
 
     def _turn_to(self, num_requests: int) -> None:
-        """Switch to the measurements for so many requests. Numbers just outside their range do not leave it again."""
+        """Switch to the measurements for so many requests. Their range is widened a bit, lest it be left again soon."""
         self._num_outside = 0
         power = (num_requests - 1).bit_length()
         least, most = (1 << power >> 1) + 1 if power else 1, 1 << power

@@ -301,7 +301,7 @@ class DraftWaitState:
         return self.promised - before
 
     def _best_chances(self, count: int) -> tuple[list[float], float]:
-        """Return how likely each of the best `count` nodes is committed, and the chance that the path runs on."""
+        """Return the chances of the best `count` nodes, and that of a commit past one that ends the tree."""
         forest = Forest([self.mirror], [count])
         chances = list(islice(forest.best(), count))
         return chances, forest.ends(0, len(chances))

@@ -28,7 +28,7 @@ from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.replica import MAX_WRONG_LOOKS, Calibrator, DraftBackoff, DraftConnection, ReplicaHealth
 
 REOPEN_SECONDS = 1.0
-"""How long a request waits to be opened again if a draft declined it for lack of room, or lost it twice in a row."""
+"""How long a request waits to be opened again after a draft declined it for lack of room, or lost it twice in a row."""
 
 CONFIRM_SECONDS = 0.1
 """A replica is reset if it seems lost for this long: once is no proof, its answer may lie in a frame read in part."""
@@ -214,7 +214,7 @@ class Drafts:
             self._tell(spec)
 
     def tell_awaited(self, requests: Iterable[Request]) -> None:
-        """Tell drafts that the next round waits for of commits that they were not told of."""
+        """If the next round waits for their drafts, tell these of the requests' commits that they do not know yet."""
         for request in requests:
             spec = self._requests.get(request)
             if spec is not None and spec.wait.round_waited and spec.replica is not None and spec.num_unsent_tokens:
@@ -222,8 +222,8 @@ class Drafts:
         self.flush()
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
-        """Whether the request's draft need not be told of a commit now: it rests, or a round must wait for it first,
-        since growth beside a round would take its cores, for a commit that is outdated once the tree is there.
+        """Whether the request's draft need not be told of a commit yet: it rests, or shares cores with rounds and none
+        waits for it. Growth beside a round would take its cores, for a commit that is outdated once the tree is there.
         """
         if self.resting:
             return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS

@@ -29,10 +29,10 @@ class DraftConnection(Protocol):
         """Send messages at once, in order: a round may be held for their answer."""
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
+        """Open the features stream, under the session's own token; `FeatureSender.opened` is called when it is open."""
 
     def send_features(self, messages: list[Features]) -> None:
-        """Send features, in order. Their bytes are good during the call alone."""
+        """Send features, in order. Their bytes are valid only during the call."""
 
     def reset(self) -> None:
         """End the session, which has gone silent, and begin a new one."""
