@@ -94,7 +94,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     )
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
-    if colocated is not None and (left := limits.left_by(colocated.terms)):
+    if colocated is not None and (left := limits.unserved_by(colocated.terms)):
         log.warning("drafters in this process guess nothing for %s", left)
     drafting = colocated or (named_draft(options, path) if draft is not None else None)
     if drafting is not None:

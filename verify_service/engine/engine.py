@@ -168,7 +168,7 @@ class VerifyEngine:
     def draft_connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
         """Take in a draft service whose session began."""
 
-        if terms is not None and (left := self.limits.left_by(terms)):
+        if terms is not None and (left := self.limits.unserved_by(terms)):
             log.warning("draft %s guesses nothing for %s", connection.address, left)
 
         def connect() -> None:

@@ -63,7 +63,7 @@ class EngineLimits:
     steady_rows: int = 0
     """See LanguageModel: chunks of a prompt with more rows are computed apart from all others."""
 
-    def left_by(self, terms: Terms) -> str:
+    def unserved_by(self, terms: Terms) -> str:
         """Say which of these limits a draft service with `terms` cannot serve; empty if it can serve all of them."""
         left = []
         if 0 < terms.vocab_size < self.vocab_size:
