@@ -300,7 +300,7 @@ class VerifyEngine:
         A colocated draft grows meanwhile.
         """
         if not self.limits.spin:
-            has_grown = self._colocated is not None and self._colocated.grow(seconds, self._is_called)
+            has_grown = self._colocated is not None and self._colocated.grow(seconds, self._is_interrupted)
             is_waiting = not has_grown and any(state.expects for state in awaited)
             self._process_messages(seconds if is_waiting else None)
             self.features.work()
@@ -334,7 +334,7 @@ class VerifyEngine:
                 self._garbage.collect_young()
         else:
             if self._colocated is not None:
-                self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_called)
+                self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_interrupted)
             self._process_messages(None)
             self._maintain()
             # On a CPU the round runs in `wait`, so there is no spare time later to collect in.
@@ -379,7 +379,7 @@ class VerifyEngine:
         busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
         timeout = POLL_SECONDS if self.grammars.compiling else _IDLE_POLL_SECONDS
         if self._colocated is not None:
-            self._colocated.work(math.inf, self._is_called, is_idle=True)
+            self._colocated.work(math.inf, self._is_interrupted, is_idle=True)
         calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS
         self._process_messages(None if busy or (calm and self.features.refresh()) else timeout)
         self._maintain()
@@ -416,7 +416,7 @@ class VerifyEngine:
         self._actions += self._inbox.take(timeout)
         return bool(self._actions)
 
-    def _is_called(self) -> bool:
+    def _is_interrupted(self) -> bool:
         """Whether messages have come, or the engine is to end."""
         return self._stopping or self._receive(None)
 
