@@ -91,7 +91,7 @@ class ColocatedDraft:
 
         Returns whether there was anything to grow. If not, no round waits for this draft until the next commit.
         """
-        if self._left():
+        if self._has_left():
             return False
         growth = self._requests.growth
         if growth.idle and not growth.has_updates:
@@ -107,7 +107,7 @@ class ColocatedDraft:
         A draft in doubt grows, too, if it was told of a commit to be judged by. `is_idle`: there is no round, so all
         work is done that there is.
         """
-        if not self._left():
+        if not self._has_left():
             self._guarded(partial(self._work, time.perf_counter() + seconds, interrupted, is_idle))
             self._tell()
 
@@ -154,7 +154,7 @@ class ColocatedDraft:
                 *(type(error).__name__, error),
             )
 
-    def _left(self) -> bool:
+    def _has_left(self) -> bool:
         """Whether the drafter is switched off; if so, take it out of the engine."""
         if self._failed and self in self._drafts.replicas:
             self._features.disconnected(self)
