@@ -112,7 +112,7 @@ class DraftRest:
         `num_requests`: requests whose next token was sampled. `num_tokens`: tokens committed. `seconds`: time since the
         round before ended. `is_usual`: there was no pause before the round, and no prompt was computed.
         """
-        if not num_requests or not self._is_at(num_requests):
+        if not num_requests or not self._covers(num_requests):
             return
         load = self._load
         load.since_trial += seconds
@@ -138,7 +138,7 @@ class DraftRest:
         elif self._is_due(load, num_requests):
             self._begin_trial(load)
 
-    def _is_at(self, num_requests: int) -> bool:
+    def _covers(self, num_requests: int) -> bool:
         """Whether `_load` is for so many requests, to which it is switched after some rounds with so many."""
         if num_requests in self._numbers:
             self._num_outside = 0
