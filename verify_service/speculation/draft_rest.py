@@ -146,10 +146,10 @@ class DraftRest:
         self._num_outside += 1
         if self._numbers and self._num_outside < _LASTING_ROUNDS:
             return False
-        self._turn_to(num_requests)
+        self._switch_to(num_requests)
         return True
 
-    def _turn_to(self, num_requests: int) -> None:
+    def _switch_to(self, num_requests: int) -> None:
         """Switch to the measurements for so many requests. Their range is widened a bit, lest it be left again soon."""
         self._num_outside = 0
         power = (num_requests - 1).bit_length()
