@@ -77,7 +77,7 @@ class Request:
     """Order of admission."""
     place: int = 0
     """How many requests of the same API key run and come before it."""
-    let_in: bool = False
+    has_displaced: bool = False
     """Whether a running request has made way for this one; that happens once."""
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
@@ -214,11 +214,11 @@ class FairQueue:
         yet; None if there is none. The queue must not be empty."""
         best = self._priorities()[0]
         for request in self._preempted.get(best, ()):
-            if request.key not in keys and not request.let_in:
+            if request.key not in keys and not request.has_displaced:
                 return request
         for key, users in self._turns.get(best, {}).items():
             request = next(iter(users.values()))[0]
-            if key not in keys and not request.let_in:
+            if key not in keys and not request.has_displaced:
                 return request
         return None
 

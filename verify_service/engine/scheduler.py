@@ -252,7 +252,7 @@ class Scheduler:
             # Requests that ended in the last round still hold pages, and places in the executor, that it may need.
             self.release_ended()
             if not self._has_room(request):
-                request.let_in = True
+                request.has_displaced = True
                 self._preempt(self.running[-1])
             if self._has_room(request):
                 self.waiting.remove(request)
