@@ -86,7 +86,7 @@ class Backlog:
             raise self._refusal(
                 "requests", f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
             )
-        # If no others wait, a prompt may have any length: otherwise a long one could never be served.
+        # Alone, a prompt may be as long as the context allows: otherwise it could never be served.
         if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:
             raise self._refusal(
                 "tokens",

@@ -319,7 +319,7 @@ class VerifyEngine:
             self._actions.popleft()()
 
     def _receive_beside(self, pending: Pending, batch: Batch, launched_at: float) -> None:
-        """Until the round has ended, receive messages and do all that does not need its results, piece by piece.
+        """Receive messages and do all that needs no results of the round, piece by piece, until it has ended.
 
         The next round is launched meanwhile if possible, but not before this one is half over.
         """

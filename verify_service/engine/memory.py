@@ -148,9 +148,9 @@ class Memory:
         return self._keep_prefixes and request.feature_epoch == self.feature_epoch
 
     def _most_matched(self, request: Request) -> int:
-        """How many of its first tokens a waiting request may take from the radix cache."""
+        """Return how many of its first tokens a waiting request may take from the radix cache."""
         return self._shared(request, request.most_shared)
 
     def _shared(self, request: Request, length: int) -> int:
-        """How many of the request's first `length` tokens may be in the radix cache."""
+        """Return how many of the request's first `length` tokens may be in the radix cache."""
         return length if self._share_generated else min(length, request.prompt_len - 1)

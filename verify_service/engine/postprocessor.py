@@ -109,7 +109,7 @@ class RoundPostprocessor:
         self._prefilled = done.prefills
 
     def draft_came(self) -> None:
-        """A draft connected: measure anew whether drafts should rest."""
+        """Measure anew whether drafts should rest, since one has connected."""
         if self.rest is not None:
             self.rest.forget_drafts()
             self.drafts.rest(self.rest.rests)
@@ -140,7 +140,7 @@ class Observer(Protocol):
         """Take note of a round. `updates`: one for each entry."""
 
     def flush(self) -> None:
-        """Called when all updates of a round were given out, or nothing is left to do."""
+        """Note that all updates of a round were given out, or nothing is left to do."""
 
 
 class RoundCommit(NamedTuple):

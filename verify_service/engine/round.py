@@ -177,7 +177,7 @@ class Pending:
         raise NotImplementedError
 
     def wait(self) -> list[Result]:
-        """Results in the order of the entries. An exception ends the engine."""
+        """Wait for the round; return results in the order of the entries. An exception ends the engine."""
         raise NotImplementedError
 
 

@@ -107,7 +107,7 @@ class VerifyReporter:
             self._read.clear()
 
     def _new_snapshot(self) -> Snapshot | None:
-        """The engine's state, if it is time for it and has changed."""
+        """Return the engine's state, if it has changed and it is time to report it."""
         engine, last = self._engine, self._snapshot
         if engine is None:
             return None

@@ -83,7 +83,7 @@ class Executor:
         raise NotImplementedError
 
     def refresh_features(self) -> int:
-        """Do a piece of that preparation and return how many are left; at 0, every further round stores features."""
+        """Do a piece of what `begin_features` began. Returns how many are left; at 0, rounds store features."""
         return 0
 
     def lend_ring(self) -> Ring | None:

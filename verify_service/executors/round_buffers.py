@@ -183,11 +183,11 @@ class RoundInput:
         host.num_updates = len(updates)
 
     def tokens(self, bucket: Bucket) -> RoundTokens:
-        """The fields on the device, cut to the bucket."""
+        """Return the fields on the device, cut to the bucket."""
         return self._tokens.head(bucket.tokens, bucket.rows)
 
     def lengths(self, bucket: Bucket) -> HostLengths:
-        """The bucket's lengths in host memory; later rounds overwrite them."""
+        """Return the bucket's lengths in host memory; later rounds overwrite them."""
         return HostLengths(
             self._host.fields["first"][: bucket.rows + 1], self._host.fields["cached_len"][: bucket.rows]
         )
@@ -207,12 +207,12 @@ class RoundOutput:
         self._used = {rows: self._device[: _CLOCK + rows * _WIDTH] for rows in range(max_rows + 1)}
 
     def fields(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """num_tokens [B], error [B], tokens [B, NUM_COMMITTED], accepted [B, NUM_COMMITTED]."""
+        """Return num_tokens [B], error [B], tokens [B, NUM_COMMITTED], accepted [B, NUM_COMMITTED]."""
         rows = self._rows[: bucket.rows]
         return rows[:, 0], rows[:, 1], rows[:, 2 : 2 + NUM_COMMITTED], rows[:, 2 + NUM_COMMITTED :]
 
     def rows(self, bucket: Bucket) -> Tensor:
-        """All fields: [B, 2 + 2 * NUM_COMMITTED]."""
+        """Return all fields: [B, 2 + 2 * NUM_COMMITTED]."""
         return self._rows[: bucket.rows]
 
     def stamp(self, index: int) -> None:

@@ -173,14 +173,14 @@ class FeatureSender:
             self._has_room = True
 
     def advance(self) -> None:
-        """Between two rounds, prepare to store what drafts want, in a small part of the time."""
+        """Prepare between two rounds to store what drafts want, in a small part of the time."""
         if not self.preparing or (self._begun != self._wanted and not self._prepare()):
             return
         if time.monotonic() >= self._next_work_at:
             self._work_ahead()
 
     def refresh(self) -> bool:
-        """While there is no round to run, do a piece of what drafts wait for. Returns whether more is left."""
+        """Do a piece of what `advance` does, while there is no round to run. Returns whether more of it is left."""
         if self.preparing and self._begun == self._wanted:
             self._work_ahead()
         return self.preparing

@@ -154,7 +154,7 @@ class Drafts:
             self.flush()
 
     def spec(self, request: Request) -> SpeculativeRequest | None:
-        """The speculative request; None if the request does not speculate."""
+        """Return the request's tree and draft; None if it does not speculate."""
         return self._requests.get(request)
 
     def admit(self, request: Request) -> None:
@@ -214,7 +214,7 @@ class Drafts:
             self._tell(spec)
 
     def tell_awaited(self, requests: Iterable[Request]) -> None:
-        """If the next round waits for their drafts, tell these of the requests' commits that they do not know yet."""
+        """Tell the drafts that the next round waits for about commits that they do not know yet."""
         for request in requests:
             spec = self._requests.get(request)
             if spec is not None and spec.wait.round_waited and spec.replica is not None and spec.num_unsent_tokens:
