@@ -62,7 +62,7 @@ class Backlog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_tokens = DEFAULT_MAX_TOKENS
         self.refused: Counter[str] = Counter()
-        """Requests that were not let in, by reason."""
+        """Number of refused requests, by reason."""
         self.slow_readers = 0
         """Answers that were ended because nobody read them."""
         self._clock = clock

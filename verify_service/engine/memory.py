@@ -74,7 +74,7 @@ class Memory:
         most = min(self._most_matched(request), self._shared(other, other.prompt_len))
         ours, theirs = request.tokens, other.tokens
         start, length, size = request.cached_len, request.cached_len + least, self.page_size
-        # Compare the first tokens last: they seldom differ, and may be many.
+        # Compare the first tokens last: they rarely differ, and may be many.
         if length > most or ours[start:length] != theirs[start:length] or ours[:start] != theirs[:start]:
             return 0
         while length + size <= most and ours[length : length + size] == theirs[length : length + size]:
@@ -91,7 +91,7 @@ class Memory:
 
         These may be free, evictable, or hold its prefix and be used by other requests already.
         """
-        # One page more than its tokens need, lest its first round preempt it.
+        # One page more than its tokens need, so that its first round does not preempt it.
         missing = -(-request.committed_len // self.page_size) + 1 + num_more - self.num_available
         if missing <= 0:
             return True

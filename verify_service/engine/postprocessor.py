@@ -109,7 +109,7 @@ class RoundPostprocessor:
         self._prefilled = done.prefills
 
     def draft_came(self) -> None:
-        """Measure anew whether drafts should rest, since one has connected."""
+        """Measure again whether drafts should rest, since one has connected."""
         if self.rest is not None:
             self.rest.forget_drafts()
             self.drafts.rest(self.rest.rests)

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(options: VerifyOptions, memory: RankMemory) -> None:
-    """Load, and follow rank 0 for ever. Raises ConfigError."""
+    """Load this rank's models, and follow rank 0 forever. Raises ConfigError."""
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(choose_threads(options))
     path, model = load(options, memory)
@@ -86,7 +86,7 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
 
 @torch.inference_mode()
 def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:
-    """Launch on this rank's GPU what rank 0 launches, for ever."""
+    """Launch on this rank's GPU what rank 0 launches, forever."""
     while True:
         kind, body = memory.receive()
         numbers = np.frombuffer(bytearray(body), np.int32)

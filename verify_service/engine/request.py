@@ -120,7 +120,8 @@ class Request:
     def rank(self) -> tuple[int, int, int]:
         """Sort key of running requests: the last one gives way first.
 
-        Among equal priorities, that is the youngest request of the API key with the most, lest one client flood others.
+        Among equal priorities, that is the youngest request of the API key with the most, so that no client floods out
+        the others.
         """
         return self.priority, self.place, self.arrival
 
@@ -176,7 +177,7 @@ class FairQueue:
     Turns go from API key to API key, and within a key from user to user; requests of one user keep their order. So a
     client that sends a thousand requests at once delays another client's next request by one request.
 
-    No request waits for ever: when less urgent priorities have been passed over `_MAX_PASSES` times in a row, the turn
+    No request waits forever: when less urgent priorities have been passed over `_MAX_PASSES` times in a row, the turn
     goes to the request that has waited longest of all. It gets the best waiting priority, and as the oldest there it
     does not have to give way at once. So a request that more urgent ones keep passing, with k older ones before it, has
     its turn after at most (k + 1) * (_MAX_PASSES + 1) turns.
@@ -283,7 +284,7 @@ class PromptTurns:
     prompt keeps its turn until it is computed, then the next one has it, in the order of a FairQueue. So a client that
     sends a hundred long prompts delays a long one of another client by about one of them.
 
-    No prompt waits for ever: when less urgent priorities have been passed over for `_MAX_PASSES` chunks in a row, the
+    No prompt waits forever: when less urgent priorities have been passed over for `_MAX_PASSES` chunks in a row, the
     next chunk goes to the oldest of their prompts.
     """
 

@@ -441,7 +441,7 @@ class Scheduler:
         return chunks + taken
 
     def _refill(self) -> None:
-        """Free pages for the roots and nodes of a round, and some more, lest every round evict a few."""
+        """Free pages for the roots and nodes of a round, and some more, so that not every round evicts a few."""
         need = 2 * len(self.running) + self.limits.max_nodes // self.memory.page_size
         need = min(need, self.memory.num_pages // 16)
         if self.memory.pool.num_free < need:

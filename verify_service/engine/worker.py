@@ -186,7 +186,7 @@ class DraftServiceConnection:
             self.pipe.send(FeaturePieces(self.session, messages))
 
     def reset(self) -> None:
-        """See DraftConnection: the door dials it anew, and reports it down, and up again."""
+        """See DraftConnection: the door dials the draft again, and reports the session down, and a new one up."""
         self.pipe.send(SessionLost(self.session))
 
     def take_projection(self) -> Projection | None:
@@ -264,7 +264,7 @@ class SocketInbox:
                         self.post(partial(self._engine.features.released, connection, batch.released))
                 self.post(partial(setattr, connection, "is_busy", False))
             if line.closed:
-                # The door ends the session and dials anew.
+                # The door ends the session and dials again.
                 received = True
                 self._forget_line(connection)
                 connection.reset()

@@ -51,7 +51,7 @@ MEASURED_CONTEXT = 1024
 
 @dataclass(slots=True)
 class _Renewal:
-    """Features that rounds will store when all graphs have been captured anew."""
+    """Features that rounds will store once all graphs have been captured again."""
 
     store: FeatureStore
     stale: list[Bucket | PromptShape]

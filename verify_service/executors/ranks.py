@@ -347,7 +347,7 @@ class _LeadingKV(KVCache):
 
 @torch.inference_mode()
 def follow(model: CausalLM, memory: RankMemory) -> None:
-    """Repeat what rank 0 does, for ever."""
+    """Repeat what rank 0 does, forever."""
     attention = TorchAttention()
     kv: KVCache | None = None
     while True:

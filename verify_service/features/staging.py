@@ -230,7 +230,7 @@ class RingPool:
 
 
 def _write_ends(rows: Tensor, magic: bytes) -> None:
-    """Write the magic to both ends, and wait until it is there, but for no other stream."""
+    """Write the magic to both ends, and wait until it is written, but not for other streams."""
     ends = torch.frombuffer(bytearray(magic), dtype=torch.uint8)
     if not rows.is_cuda:
         rows[:MAGIC_BYTES] = ends

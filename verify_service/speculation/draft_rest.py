@@ -99,7 +99,7 @@ class DraftRest:
         return self._load.rests != self._on_trial
 
     def forget_drafts(self) -> None:
-        """Use a draft that has connected, and measure anew: what was measured of others says nothing about it."""
+        """Use a draft that has connected, and measure again: what was measured of others says nothing about it."""
         if self._on_trial:
             self._end_trial()
         for load in self._loads.values():
@@ -150,7 +150,7 @@ class DraftRest:
         return True
 
     def _switch_to(self, num_requests: int) -> None:
-        """Switch to the measurements for so many requests. Their range is widened a bit, lest it be left again soon."""
+        """Switch to the measurements for so many requests; they stay in use for numbers just outside their range."""
         self._num_outside = 0
         power = (num_requests - 1).bit_length()
         least, most = (1 << power >> 1) + 1 if power else 1, 1 << power

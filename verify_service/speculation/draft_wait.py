@@ -424,7 +424,7 @@ class DraftWaitPolicy:
         return max(self._worth(group, num_tokens, choice, beside) for group in waits)
 
     def _is_hopeless(self, awaited: Sequence[DraftWaitState], choice: Choice, now: float) -> bool:
-        """Whether no wait can pay, at a glance: not even if all that is awaited came with the first of it, at no cost.
+        """Whether clearly no wait can pay: not even if all that is awaited came with its first part, at no cost.
 
         In rounds of many requests some nearly always await something, and the device is idle during a longer look.
         """

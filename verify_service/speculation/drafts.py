@@ -144,7 +144,7 @@ class Drafts:
         return self.mode.resting
 
     def rest(self, resting: bool) -> None:
-        """Let drafts rest, so that they hear of commits seldom and grow little; or end that, and tell them of all."""
+        """Let drafts rest, so that they rarely hear of commits and grow little; or end that, and tell them of all."""
         ends = self.mode.resting and not resting
         self.mode.resting = resting
         if ends:

@@ -142,7 +142,7 @@ class AnswerStats:
     def note_unmeasured(self) -> None:
         """Note that no round waited long enough to measure anything: estimates then become a little better each time.
 
-        So a draft that was not worth waiting for is tried again some day.
+        So a draft that was not worth waiting for is tried again eventually.
         """
         self.more_gain += _GAIN_OPTIMISM * max(1.0 - self.more_gain, 0.0)
         self.answer.shorten()
