@@ -248,8 +248,9 @@ def replace_modules(model: Any) -> None:
     """Replace norms, gated MLPs and linear layers of a loaded PreTrainedModel."""
     head = model.get_output_embeddings()
     agree: dict[type[nn.Module], bool] = {}
-    # Parents come before their children, so that a whole MLP is replaced before its linear layers.
-    for parent in list(model.modules()):
+    # Parents come before their children, so that a whole MLP is replaced before its linear layers, and these are then
+    # not visited: the iterator looks for children after the loop's body.
+    for parent in model.modules():
         if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             continue  # it can run modules, but no other functions
         for name, child in list(parent.named_children()):

@@ -112,6 +112,32 @@ def test_a_norm_that_is_called_otherwise_stays(fault: str) -> None:
     assert isinstance(holder.norm, GatedNorm)
 
 
+@torch.no_grad()
+def test_the_linear_layers_of_an_mlp_are_packed_once() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8, False) for _ in range(3))
+            self.act_fn = nn.SiLU()
+
+        def forward(self, rows: Tensor) -> Any:
+            return self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    holder, rows = Holder(), torch.randn(1, 3, 8)
+    mlp, expected = holder.mlp, holder.mlp(rows)
+    replace_modules(holder)
+    assert not isinstance(holder.mlp, nn.Module) and relative_error(holder.mlp(rows), expected) < 1e-5
+    assert all(isinstance(part, nn.Linear) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
 def test_what_a_container_runs_stays_a_module() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
