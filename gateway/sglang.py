@@ -70,16 +70,16 @@ _Ids = Annotated[
 class GenerateSampling(SamplingFields, StopFields, FormBody):
     """SGLang's sampling_params."""
 
-    json_schema: Text | None = Field(None, description="A JSON schema that the answer fits, as JSON in a string.")
-    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    json_schema: Text | None = Field(None, description="A JSON schema that the answer must fit, as JSON in a string.")
+    regex: Text | None = Field(None, description="A regular expression that the whole answer must match.")
     ebnf: Text | None = Field(None, description=EBNF)
     structural_tag: Annotated[Any, Only(why=NO_TAGS)] = None
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description=f"Most tokens to generate. Default {_DEFAULT_NEW_TOKENS}; 0 tells of the prompt alone."
+        None, description=f"Most tokens to generate. Default {_DEFAULT_NEW_TOKENS}; 0 reports only the prompt."
     )
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="The same as seed.")
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
-    spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Accepted but ignored.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
     stop_regex: Annotated[Any, Only([], "", why="answers end at texts and tokens, not at expressions")] = None
 
@@ -106,19 +106,19 @@ class GenerateBody(ServingFields, GenerationBody):
     text: _Texts | None = Field(None, description="A text, or a list of texts.")
     input_ids: _Ids | None = Field(None, description="Token ids, or a list of lists of them.")
     sampling_params: _Sampling | None = None
-    """How tokens are chosen, for all prompts, or a list of that for each."""
+    """How tokens are chosen: one object for all prompts, or a list with one for each."""
     stream: bool | None = None
-    """Send events; each has the whole text so far. A long answer gets fewer of them."""
+    """Send events, each with the whole text so far. A long answer has fewer of them than tokens."""
     rid: _ForEach[Annotated[Text, Field(max_length=256)]] | None = None
-    """The id that the answer is to have."""
-    return_logprob: _ForEach[bool] | None = Field(None, description="Tell the log-probability of each token.")
+    """The id that the answer will have."""
+    return_logprob: _ForEach[bool] | None = Field(None, description="Return the log-probability of each token.")
     logprob_start_len: _ForEach[Annotated[int, Field(ge=-1, lt=2**31)]] | None = None
-    """First position of the prompt to tell of. Default -1: the answer's tokens alone."""
+    """First position of the prompt to report. Default -1: only the answer's tokens."""
     top_logprobs_num: _ForEach[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]] | None = None
-    """Tell this many of the most likely tokens at each position, too."""
-    return_text_in_logprobs: bool | None = Field(None, description="Tell the tokens' text beside their ids.")
+    """Also return this many most likely tokens at each position."""
+    return_text_in_logprobs: bool | None = Field(None, description="Return the tokens' text beside their ids.")
     speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
-    log_metrics: bool | None = Field(None, description="Taken and not used.")
+    log_metrics: bool | None = Field(None, description="Accepted but ignored.")
     return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
     return_routed_experts: Annotated[Any, Only(False, why="experts are not told")] = None
     image_data: Annotated[Any, Only(why="only text is supported")] = None
@@ -196,7 +196,7 @@ class GenerateFinish(Body):
     matched: int | str | None = None
     """The token or the string that ended it."""
     length: int | None = None
-    """Its tokens, where a limit ended it."""
+    """Its number of tokens, if a limit ended it."""
 
 
 class GenerateMeta(Body):
@@ -209,7 +209,7 @@ class GenerateMeta(Body):
     cached_tokens: int
     weight_version: str
     e2e_latency: float
-    """Seconds since the request came in."""
+    """Seconds since the request arrived."""
     spec_accept_length: float | None = None
     """Tokens committed in a round, on average."""
     spec_verify_ct: int | None = None
@@ -227,7 +227,7 @@ class GenerateAnswer(Body):
     output_ids: list[int]
     meta_info: GenerateMeta
     index: int | None = None
-    """Which of several answers an event tells of."""
+    """The answer, of several, that an event belongs to."""
     trace: TraceBody | None = None
 
 

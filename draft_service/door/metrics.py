@@ -20,7 +20,7 @@ _BURST_FIGURES = {
     "bursts": "Bursts of a draft model.",
     "burst_steps": "Steps of all bursts.",
     "burst_nodes": "Nodes that bursts ran.",
-    "burst_places": "Nodes that the steps of all bursts had room for; burst_nodes over this is their occupancy.",
+    "burst_places": "Nodes that the steps of all bursts had room for; burst_nodes divided by this is their occupancy.",
     "burst_seconds": "Time from the launch of a burst until its result was taken.",
     "prompt_tokens": "Tokens that a draft model computed outside of bursts.",
 }
@@ -44,7 +44,7 @@ class DraftMetrics:
         self.declines = {reason: declines.labels(reason.name.lower()) for reason in DeclineReason}
         self.dropped = {reason: dropped.labels(reason) for reason in DROP_REASONS}
         self._slices = _Counted("outrider_draft_growth_seconds", "Time of one slice of growth.", GROWTH_SECONDS)
-        text = "From a commit that was read to the answer to it, by phase."
+        text = "Time from reading a commit to the answer to it, by phase."
         self._phases = _Counted("outrider_draft_answer_seconds", text, ANSWER_SECONDS, "phase", ANSWER_PHASES)
         self.registry.register(self._slices)
         self.registry.register(self._phases)

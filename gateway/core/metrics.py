@@ -90,34 +90,42 @@ class GatewayMetrics:
             return _ManyHistogram(name, text, by_model, registry=registry, buckets=buckets)
 
         self.running = gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
-        self.waiting = gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
-        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all of them.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting in a queue.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the radix cache.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the radix cache.")
-        self.success = counter("vllm:request_success", "Requests by how they finished.", "finished_reason")
+        self.success = counter("vllm:request_success", "Finished requests, by finish reason.", "finished_reason")
         self.first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_BUCKETS
         )
         self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens; those of one round share its time.", _TOKEN_BUCKETS
+            "vllm:inter_token_latency_seconds",
+            "Time between two tokens; the tokens of one round share its time.",
+            _TOKEN_BUCKETS,
         )
         self.per_output_token = histogram(
-            "vllm:time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", _TOKEN_BUCKETS
+            "vllm:time_per_output_token_seconds", "Older name of inter_token_latency_seconds.", _TOKEN_BUCKETS
         )
         self.request_per_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean over a request's later tokens.", _TOKEN_BUCKETS
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per output token of a request, after its first token.",
+            _TOKEN_BUCKETS,
         )
-        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _E2E_BUCKETS)
-        self.queue_time = histogram("vllm:request_queue_time_seconds", "Of a request in verify's queue.", _TTFT_BUCKETS)
+        self.end_to_end = histogram(
+            "vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.", _E2E_BUCKETS
+        )
+        self.queue_time = histogram(
+            "vllm:request_queue_time_seconds", "Time that a request waited in verify's queue.", _TTFT_BUCKETS
+        )
         self.prefill_time = histogram(
             "vllm:request_prefill_time_seconds",
-            "From arrival to the first token, without the time in the queue.",
+            "Time from arrival to the first token, without the time in the queue.",
             _TTFT_BUCKETS,
         )
         self.decode_time = histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its last.", _E2E_BUCKETS
+            "vllm:request_decode_time_seconds", "Time from a request's first token to its last.", _E2E_BUCKETS
         )
         self.request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of each request.", _COUNT_BUCKETS)
         self.request_generation = histogram(
@@ -136,13 +144,13 @@ class GatewayMetrics:
         self.request_speed = histogram(
             "outrider_gateway_request_tokens_per_second", "Speed of a request after its first token.", _SPEED_BUCKETS
         )
-        self.speed = gauge("outrider_gateway_tokens_per_second", "Tokens per second that all replicas commit.")
+        self.speed = gauge("outrider_gateway_tokens_per_second", "Tokens per second committed by all replicas.")
         self.drafts_healthy = gauge("outrider_gateway_healthy_drafts", "Draft services that the replicas can use.")
         errors = "Requests refused or failed."
         self.errors = Counter("outrider_gateway_errors", errors, ("door", "code"), registry=registry)
-        self.requests = gauge("outrider_gateway_requests_in_flight", "Client requests in work.", ())
-        self.answers = gauge("outrider_gateway_answers_in_flight", "Answers in the making.", ())
-        self.places = gauge("outrider_gateway_max_answers", "Places for answers.", ())
+        self.requests = gauge("outrider_gateway_requests_in_flight", "Client requests being served.", ())
+        self.answers = gauge("outrider_gateway_answers_in_flight", "Answers being generated.", ())
+        self.places = gauge("outrider_gateway_max_answers", "Most answers generated at once.", ())
         self.draining = gauge("outrider_gateway_draining", "1 while shutting down.", ())
         state = "1 for the state that a verify replica is in."
         self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
@@ -313,24 +321,24 @@ class SglangNames(Collector):
         metrics = self._metrics
         ended, abort = _totals(metrics.success), _totals(metrics.success, finished_reason="abort")
         aborted = {model: abort.get(model, 0.0) for model in ended}
-        yield _family(CounterMetricFamily, "num_requests", "Requests that came to an end.", ended)
-        yield _family(CounterMetricFamily, "num_aborted_requests", "Requests that their clients gave up.", aborted)
+        yield _family(CounterMetricFamily, "num_requests", "Requests that ended.", ended)
+        yield _family(CounterMetricFamily, "num_aborted_requests", "Requests that their clients cancelled.", aborted)
         yield _family(
             GaugeMetricFamily,
             "cache_hit_rate",
-            "Part of the prompt tokens found in the radix cache.",
+            "Share of the prompt tokens found in the radix cache.",
             _ratios(_totals(metrics.prefix_hits), _totals(metrics.prefix_queries)),
         )
         yield _family(
             GaugeMetricFamily,
             "spec_accept_length",
-            "Mean of the tokens committed in a round.",
+            "Mean number of tokens committed in a round.",
             metrics.mean_accept_lengths(),
         )
         yield _family(
             GaugeMetricFamily,
             "spec_accept_rate",
-            "Part of the draft tokens verified that were accepted.",
+            "Share of the verified draft tokens that were accepted.",
             _ratios(_totals(metrics.accepted_tokens), _totals(metrics.draft_tokens)),
         )
 

@@ -145,18 +145,18 @@ class SamplingFields(StrictModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Keep the smallest set of most likely tokens whose probability reaches this; 0 keeps one."""
+    """Keep the smallest set of most likely tokens whose total probability reaches this; 0 keeps one."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Keep tokens at least this fraction as likely as the likeliest."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    """Key of the noise: the same request with the same seed gives the same tokens, rounding apart."""
+    """Seed of the random numbers: the same request with the same seed gives the same tokens, apart from rounding."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Subtracted once from the logit of every token that the output holds."""
+    """Subtracted once from the logit of every token that is in the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Subtracted from a token's logit for each time that the output holds it."""
+    """Subtracted from a token's logit for each time that it is in the output."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
-    """Divides positive and multiplies negative logits of tokens in prompt or output."""
-    logit_bias: LogitBias | None = Field(None, description="Token id to a number added to its logit.")
+    """Divides positive and multiplies negative logits of tokens in the prompt or output."""
+    logit_bias: LogitBias | None = Field(None, description="Maps token ids to numbers that are added to their logits.")
 
 
 class StopFields(StrictModel):
@@ -167,15 +167,16 @@ class StopFields(StrictModel):
     include_stop_str_in_output: bool | None = None
     """End the text with the stop string that ended the answer, not before it."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text. Default true; false spells them out, but for the one that ends the answer.
-"""
+    """Leave special tokens out of the text. Default true; with false they are in the text, except the one that ends the
+    answer."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     """Tokens that end an answer; they are not part of its text."""
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Least tokens per answer: no token or string ends it before. Default 0."""
+    """Fewest tokens per answer: no token or string ends it earlier. Default 0."""
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    """Texts whose tokens an answer never has in a row, with or without a space before them."""
+    """Texts that an answer must not contain, with or without a space before them: it never has their tokens in
+    sequence."""
 
 
 class ServingFields(StrictModel):
@@ -184,20 +185,22 @@ class ServingFields(StrictModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Requests with a lower number are served earlier. Default 0."""
     cache_salt: Annotated[Text, Field(max_length=256)] | None = None
-    """Shares cached prefixes and n-grams with requests of the same key and the same salt alone."""
-    skip_prefix_cache: bool | None = Field(None, description="Compute the whole prompt, whatever the cache has of it.")
+    """Share cached prefixes and n-grams only with requests of the same API key and the same salt."""
+    skip_prefix_cache: bool | None = Field(
+        None, description="Compute the whole prompt, even if parts of it are cached."
+    )
     speculation: Literal["on", "off"] | None = None
-    """Whether drafts may be used. How likely an answer is does not depend on it; in 16 bits rounding may part two texts
-    at a near tie."""
+    """Whether drafts may be used. The distribution of answers is the same; in 16 bits, rounding may change the text
+    where two tokens are almost equally likely."""
     trace: bool | None = None
-    """Tell, round by round, the tree that was verified and where each token came from."""
+    """Return, for each round, the tree that was verified and where each token came from."""
 
 
 class OutputFields(ServingFields, StopFields):
     """Fields of a request besides its prompt and its sampling."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Most tokens per answer. Default: what the context leaves."""
+    """Most tokens per answer. Default: as many as the context allows."""
 
 
 class RequestSampling(SamplingFields):
@@ -210,9 +213,9 @@ class PromptEnd(StrictModel):
     """Where the prompt made from a conversation ends."""
 
     add_generation_prompt: bool | None = None
-    """End the prompt where an answer begins, not behind the last message. Default true."""
+    """End the prompt with the beginning of an answer, not with the last message. Default true."""
     continue_final_message: bool | None = None
-    """End the prompt within the last message, which the answer continues."""
+    """End the prompt inside the last message, which the answer then continues."""
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -254,10 +257,10 @@ class Tool(StrictModel):
     """Letters, digits, underscores, hyphens and dots."""
     description: Text | None = Field(None, description="What it does, for the model.")
     parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
-    """A JSON schema of its arguments; none without it."""
+    """A JSON schema of its arguments. Default: no arguments."""
     strict: bool | None = None
-    """Hold calls that the model chooses to make to the schema, too, in the formats hermes, gemma4 and json; forced
-    calls are held to it without, where that is possible."""
+    """In the formats hermes, gemma4 and json, also restrict calls that the model chooses to make to the schema; forced
+    calls are restricted anyway, where possible."""
 
     @property
     def arguments_schema(self) -> dict[str, Any]:

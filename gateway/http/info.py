@@ -59,8 +59,8 @@ class ModelBody(Body):
     max_model_len: int
     """Most tokens of prompt and output together."""
     default_sampling_params: dict[str, float | int]
-    """What fields of sampling are where a request leaves them out and generation_config.json names them; `max_tokens`
-    is the most that any answer gets."""
+    """Values of sampling fields that a request leaves out, as far as generation_config.json has them; `max_tokens` is
+    the limit for every answer."""
 
 
 class ModelList(Body):
@@ -76,36 +76,36 @@ class ModelInfo(Body):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model_path: str
-    """The served name: clients do not learn of folders."""
+    """The served name; folders are not shown to clients."""
     tokenizer_path: str
     is_generation: Literal[True]
     preferred_sampling_params: dict[str, float | int] | None
-    """As default_sampling_params of /v1/models; null where there are none."""
+    """Like default_sampling_params of /v1/models; null if there are none."""
     weight_version: str
     max_model_len: int
     vocab_size: int
     dtype: str
-    """What the model computes in: "float32", "bfloat16" or "float16"; empty where verify does not say."""
+    """Number format that the model computes in: "float32", "bfloat16" or "float16"; empty if verify does not say."""
 
 
 class InternalState(Body):
     """What the services have done since the gateway started."""
 
     avg_spec_accept_length: float
-    """Mean of the tokens committed in a round; 0 before the first."""
+    """Mean number of tokens committed in a round; 0 before the first round."""
 
 
 class ServerInfo(Body):
-    """Answer to GET /server_info, in SGLang's shape: what its benchmark reads the accept length from."""
+    """Answer to GET /server_info, in SGLang's shape; SGLang's benchmark reads the accept length from it."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model_path: str
-    """The served name: clients do not learn of folders."""
+    """The served name; folders are not shown to clients."""
     version: str
     """Release of the gateway."""
     internal_states: list[InternalState]
-    """One."""
+    """A list of one."""
 
 
 class TokenizerInfo(Body):
@@ -124,7 +124,7 @@ class Version(Body):
 
 
 class Status(Body):
-    """Answer of /health and /ready."""
+    """Answer to GET /health and GET /ready."""
 
     status: Literal["ok", "ready", "not ready"]
 
@@ -133,7 +133,7 @@ class ServerLoad(Body):
     """Answer to GET /load, in vLLM's shape."""
 
     server_load: int
-    """Requests in work."""
+    """Requests being served."""
 
 
 class InfoRoutes:
@@ -253,15 +253,15 @@ def _model_body(model: GatewayModel) -> ModelBody:
 class TokenizeRequest(TemplateFields, PromptEnd):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
-    model: Text | None = Field(None, description="Name of the served model; may be left out.")
-    prompt: Text | None = Field(None, description="Text, of about 1048576 tokens at most.")
+    model: Text | None = Field(None, description="Name of the served model; optional.")
+    prompt: Text | None = Field(None, description="Text of at most about 1048576 tokens.")
     messages: Messages | None = Field(None, description="A conversation, rendered with the model's chat template.")
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Functions that the answer to the conversation may call."""
     add_special_tokens: bool | None = None
-    """Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false for messages,
-    whose template writes it."""
-    return_token_strs: bool | None = Field(None, description="Tell each token's own text, too.")
+    """Add a beginning-of-sequence token if the model uses one. Default: true for a prompt, false for messages, whose
+    template adds it."""
+    return_token_strs: bool | None = Field(None, description="Also return the text of each token.")
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
@@ -284,9 +284,9 @@ class TokenizeBody(Body):
 class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
-    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    model: Text | None = Field(None, description="Name of the served model; optional.")
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-    """Token ids; special tokens are spelled out."""
+    """Token ids; special tokens appear in the text."""
 
 
 class DetokenizeBody(Body):

@@ -34,16 +34,16 @@ from gateway.sglang import GenerateAnswer, GenerateAnswers, GenerateBody
 from outrider import __version__
 
 _ERRORS = {
-    "400": "A field is wrong; the message names it, its limit and the fix.",
+    "400": "A field is wrong; the message names the field, its limit and the fix.",
     "401": "The bearer token is missing or wrong.",
     "404": "The model is not served here.",
     "408": "The body did not arrive in time.",
     "413": "The body is over the limit.",
     "415": "The body is not application/json.",
-    "429": "Too many answers in the making; see Retry-After.",
-    "500": "A fault of the server.",
+    "429": "Too many answers are being generated; see Retry-After.",
+    "500": "An error of the server.",
     "503": "No verify service is ready, or the gateway is shutting down; see Retry-After.",
-    "504": "The answer was not complete in the time that it had.",
+    "504": "The answer was not complete in time.",
 }
 _STREAMED = "The answer; with `stream` a server-sent event for each chunk, then `data: [DONE]`."
 
@@ -99,27 +99,27 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
             "Answer a conversation", ChatCompletionRequest, ChatCompletion, ChatCompletionChunk
         ),
         "/v1/completions": make.post("Continue a prompt", CompletionRequest, Completion, Completion),
-        "/v1/responses": make.post("Answer, item by item", ResponsesRequest, ResponseBody, ResponseEvent),
+        "/v1/responses": make.post("Answer a conversation, in items", ResponsesRequest, ResponseBody, ResponseEvent),
         "/generate": make.post("Generate, in SGLang's shape", GenerateBody, GenerateAnswers, GenerateAnswer),
-        "/tokenize": make.post("Text to token ids", TokenizeRequest, TokenizeBody),
-        "/detokenize": make.post("Token ids to text", DetokenizeRequest, DetokenizeBody),
-        "/tokenizer_info": make.get("What the tokenizer's configuration says", TokenizerInfo, "401", "503"),
+        "/tokenize": make.post("Convert text to token ids", TokenizeRequest, TokenizeBody),
+        "/detokenize": make.post("Convert token ids to text", DetokenizeRequest, DetokenizeBody),
+        "/tokenizer_info": make.get("Show the tokenizer's configuration", TokenizerInfo, "401", "503"),
         "/v1/models": make.get("List the served models", ModelList, "401", "503"),
         "/v1/models/{model}": make.get(
             "Describe a served model", ModelBody, "401", "404", "503", parameters=[model_name]
         ),
         "/get_model_info": make.get(described, ModelInfo, "401", "503"),
-        "/model_info": make.get("The newer name of /get_model_info", ModelInfo, "401", "503"),
-        "/server_info": make.get("How the server does, in SGLang's shape", ServerInfo, "401", "503"),
-        "/get_server_info": make.get("The older name of /server_info", ServerInfo, "401", "503"),
+        "/model_info": make.get("Newer name of /get_model_info", ModelInfo, "401", "503"),
+        "/server_info": make.get("State of the server, in SGLang's shape", ServerInfo, "401", "503"),
+        "/get_server_info": make.get("Older name of /server_info", ServerInfo, "401", "503"),
         "/version": make.get("The release of this gateway", Version, "401"),
         "/health_generate": make.get("Whether a token can be generated", Status, "401", "429", "503"),
-        "/health": make.get("Whether the process serves", Status, security=[]),
-        "/ping": make.get("The same as /health, for load balancers that ask so", Status, security=[]),
-        "/load": make.get("How many requests are in work", ServerLoad, "401"),
+        "/health": make.get("Whether the process is running", Status, security=[]),
+        "/ping": make.get("The same as /health, for load balancers that expect this path", Status, security=[]),
+        "/load": make.get("Number of requests being served", ServerLoad, "401"),
         "/ready": make.ready(),
         "/metrics": {"get": {"summary": "Prometheus metrics", "responses": {"200": text}}},
-        "/docs": {"get": {"summary": "This document as a page for people", "responses": {"200": html}, "security": []}},
+        "/docs": {"get": {"summary": "This document as an HTML page", "responses": {"200": html}, "security": []}},
         "/openapi.json": {"get": {"summary": "This document", "responses": {"200": {"description": "OpenAPI 3.1"}}}},
     }
     _, schemas = models_json_schema(list(make.models.items()), ref_template="#/components/schemas/{model}")

@@ -79,7 +79,7 @@ class AllowedTools(StrictModel):
 
 
 class AllowedChoice(StrictModel):
-    """The functions that the answer may call; of the others the model is not told."""
+    """The functions that the answer may call; the model does not see the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -95,7 +95,7 @@ class CalledFunction(StrictModel):
     """What an earlier answer called."""
 
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = Field("", description="JSON, as the answer had it.")
+    arguments: Text = Field("", description="JSON, as in the answer.")
 
 
 class CallBody(StrictModel):
@@ -103,7 +103,7 @@ class CallBody(StrictModel):
 
     id: Annotated[Text, Field(max_length=256)]
     type: Literal["function"] = "function"
-    index: int | None = Field(None, description="Taken and not used.")
+    index: int | None = Field(None, description="Accepted but ignored.")
     function: CalledFunction
 
     def plain(self) -> ToolCall:
@@ -183,18 +183,18 @@ Content = ContentOf[TextPart]
 
 
 class ChatMessage(StrictModel):
-    """One message of a conversation. Fields that only answers have may be sent back empty."""
+    """One message of a conversation. Fields that only answers have may be sent back if they are empty."""
 
     role: Role
-    content: Content | None = Field(None, description="May be left out beside tool_calls or a refusal.")
+    content: Content | None = Field(None, description="Optional if there are tool_calls or a refusal.")
     name: Text | None = None
-    reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
-    reasoning: Text | None = Field(None, description="The same; one of both is enough.")
+    reasoning_content: Text | None = Field(None, description="The assistant's reasoning, passed to the chat template.")
+    reasoning: Text | None = Field(None, description="The same; one of the two is enough.")
     tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Calls of an earlier answer; of an assistant's message."""
+    """Calls of an earlier answer, in an assistant's message."""
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
-    """The call that a tool's message answers."""
-    refusal: Text | None = Field(None, description="Why an assistant's message is no answer; text for the template.")
+    """The id of the call that a tool's message answers."""
+    refusal: Text | None = Field(None, description="Why the assistant did not answer; text for the template.")
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
@@ -229,23 +229,23 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    logprobs: bool | None = Field(None, description="Tell the log-probability of each token.")
+    logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Tell this many of the most likely tokens too; needs logprobs."""
+    """Also return this many most likely tokens; needs logprobs."""
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Functions that the answer may call."""
     tool_choice: ChoiceOf[NamedChoice, AllowedChoice] | None = None
-    """Whether the answer may call (auto, the default), must not, must, must call one function, or may or must call one
-    of some."""
+    """Whether the answer may call functions (auto, the default), must not, must call any or a named one, or may or must
+    call one of a list."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may hold several calls. Default true; a forced answer holds one."""
+    """Whether an answer may have several calls. Default true; a forced answer has one."""
     functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
     function_call: Annotated[Any, Only("none", "auto", why=_NO_FUNCTIONS)] = None
     modalities: Annotated[Any, Only(["text"], why=_NO_AUDIO)] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported: drafts are made here")] = None
     separate_reasoning: bool | None = None
-    """Tell what the model thinks as reasoning_content, not as part of the content. Default true."""
+    """Return the model's reasoning as reasoning_content, not as part of the content. Default true."""
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why="nothing is fetched for a client")] = None
 
@@ -289,12 +289,12 @@ class AssistantMessage(Body):
 
     role: Literal["assistant"]
     content: str | None
-    """Null where the answer is calls alone."""
+    """Null if the answer consists only of calls."""
     refusal: None
     reasoning_content: str | None = None
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
     reasoning: str | None = None
-    """The same, by the name that vLLM and OpenRouter have for it."""
+    """The same under the name that vLLM and OpenRouter use."""
     tool_calls: list[CallMade] | None = None
 
 
@@ -323,9 +323,9 @@ class ChatDelta(Body):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
-    """What the model thinks before it answers."""
+    """The model's reasoning before its answer."""
     reasoning: str | None = None
-    """The same, by the name that vLLM and OpenRouter have for it."""
+    """The same under the name that vLLM and OpenRouter use."""
     tool_calls: list[CallDelta] | None = None
 
 

@@ -53,9 +53,9 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Prompt = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Tell the log-probabilities of each token and of this many of the most likely ones."""
+    """Return the log-probabilities of each token and of this many most likely ones."""
     echo: bool | None = None
-    """Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."""
+    """Begin the text with the prompt; with logprobs, also return those of the prompt's tokens."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description=f"Most tokens per answer. Default {_DEFAULT_TOKENS}. 0 only with echo or prompt_logprobs."
     )
@@ -63,8 +63,8 @@ class CompletionRequest(OpenAIRequest):
     """Another name of max_tokens."""
     suffix: Annotated[Any, Only("", why="insertion is not supported")] = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers to make, of which the n with the highest mean log-probability of their tokens are sent; not in a stream.
-    Default n."""
+    """Number of answers to generate, of which the n with the highest mean log-probability per token are returned; not
+    in a stream. Default n."""
 
     @model_validator(mode="after")
     def _zero_tokens_need_prompt_output(self) -> CompletionRequest:

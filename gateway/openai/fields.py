@@ -33,7 +33,7 @@ MAX_PROMPTS = 4096
 NO_TAGS = "structural tags are not supported: use a JSON schema, a regular expression, choices or a grammar"
 _NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"
 
-EBNF = "A context-free grammar that derives the whole answer: Lark in llguidance's dialect (start), or GBNF (root)."
+EBNF = "A context-free grammar that the whole answer must match: Lark in llguidance's dialect (start), or GBNF (root)."
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Schema = Annotated[
     Annotated[dict[str, Any], Tag("@object")] | Annotated[Text, Tag("@text")],
@@ -87,24 +87,24 @@ class HarmlessFields(StrictModel):
     """Fields of OpenAI's routes that are taken and have no effect on an answer's text."""
 
     user: Text | None = None
-    """Who this is for; under load, users of one API key take turns. Nothing else is done with it."""
-    safety_identifier: Text | None = Field(None, description="Taken and not used.")
-    prompt_cache_key: Text | None = Field(None, description="Taken and not used.")
-    prompt_cache_retention: Text | None = Field(None, description="Taken and not used.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Taken and not used.")
-    metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    """The end user; under load, users of one API key take turns. Not used for anything else."""
+    safety_identifier: Text | None = Field(None, description="Accepted but ignored.")
+    prompt_cache_key: Text | None = Field(None, description="Accepted but ignored.")
+    prompt_cache_retention: Text | None = Field(None, description="Accepted but ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
+    metadata: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
-    spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Accepted but ignored.")
 
 
 class TemplateFields(StrictModel):
     """Values for a conversation's template besides the messages."""
 
     chat_template_kwargs: TemplateValues | None = None
-    """Further values for the chat template, by name, like enable_thinking; 16384 bytes of JSON."""
+    """Further values for the chat template, by name, like enable_thinking; at most 16384 bytes of JSON."""
     reasoning_effort: ReasoningEffort | None = None
-    """The template's value of this name; none sets enable_thinking to false, too."""
+    """The template's value of this name; none also sets enable_thinking to false."""
 
 
 def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def list_or(tag: str) -> Discriminator:
 
 
 class RefusalPart(StrictModel):
-    """A part of an assistant's message that says why it does not answer; for the template it is text."""
+    """A part of an assistant's message that says why it did not answer; text for the template."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -182,7 +182,7 @@ def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> di
 
 
 class StreamOptions(StrictModel):
-    """What a stream tells besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
@@ -192,8 +192,8 @@ class StreamOptions(StrictModel):
 class GenerationBody(StrictModel):
     """Fields that the bodies of all routes that generate share."""
 
-    model: Text | None = Field(None, description="Name of the served model; may be left out.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    model: Text | None = Field(None, description="Name of the served model; optional.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
 
     @abstractmethod
     def requests(self, max_prompts: int) -> NamedRequests:
@@ -277,13 +277,13 @@ class FormBody(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """OpenAI's wrapping of a JSON schema."""
+    """A JSON schema as OpenAI wraps it."""
 
-    name: Annotated[Text, Field(max_length=64)] | None = Field(None, description="Taken and not used.")
-    description: Text | None = Field(None, description="Taken and not used.")
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema; any object without it.")
+    name: Annotated[Text, Field(max_length=64)] | None = Field(None, description="Accepted but ignored.")
+    description: Text | None = Field(None, description="Accepted but ignored.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema. Default: any object.")
     strict: bool | None = None
-    """Objects have no keys but those that the schema names, unless it says otherwise."""
+    """Objects have only the keys that the schema names, unless it says otherwise."""
 
     def form(self, field: str) -> Form:
         """Return the form of answers that fit the schema; `field` is the schema's place in the body."""
@@ -325,15 +325,15 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's: exactly one of the first five."""
+    """vLLM's structured_outputs; set exactly one of the first five fields."""
 
     json_: Schema | None = Field(None, alias="json", description="A JSON schema.")
-    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
-    choice: Choices | None = Field(None, description="Texts of which the answer is one.")
-    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: Text | None = Field(None, description="A regular expression that the whole answer must match.")
+    choice: Choices | None = Field(None, description="Texts of which the answer must be one.")
+    json_object: bool | None = Field(None, description="The answer must be a JSON object.")
     grammar: Text | None = Field(None, description=EBNF)
     structural_tag: Annotated[Any, Only(why=NO_TAGS)] = None
-    disable_fallback: bool | None = Field(None, description="Without effect: there is one grammar library.")
+    disable_fallback: bool | None = Field(None, description="No effect: there is only one grammar library.")
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_WHITESPACE)] = None
     disable_additional_properties: bool | None = Field(None, description="The same as strict of response_format.")
     whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
@@ -353,16 +353,16 @@ class FormatFields(FormBody):
 
     response_format: ResponseFormat | None = Field(None, description="The form of the answer; text by default.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same under vLLM's name.")
-    guided_json: Schema | None = Field(None, description="A JSON schema that the answer fits.")
-    guided_regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
-    guided_choice: Choices | None = Field(None, description="Texts of which the answer is one.")
-    guided_json_object: bool | None = Field(None, description="Any JSON object.")
+    guided_json: Schema | None = Field(None, description="A JSON schema that the answer must fit.")
+    guided_regex: Text | None = Field(None, description="A regular expression that the whole answer must match.")
+    guided_choice: Choices | None = Field(None, description="Texts of which the answer must be one.")
+    guided_json_object: bool | None = Field(None, description="The answer must be a JSON object.")
     guided_grammar: Text | None = Field(None, description=EBNF)
     json_schema: Schema | None = Field(None, description="guided_json under SGLang's name.")
     regex: Text | None = Field(None, description="guided_regex under SGLang's name.")
     ebnf: Text | None = Field(None, description="guided_grammar under SGLang's name.")
     guided_whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
-    guided_decoding_backend: Text | None = Field(None, description="Taken and not used.")
+    guided_decoding_backend: Text | None = Field(None, description="Accepted but ignored.")
 
     @cached_property
     def forms(self) -> list[Form]:
@@ -379,10 +379,10 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at each position; not
-    in a stream."""
+    """Return the log-probabilities of the prompt's tokens and of this many most likely tokens at each position; not in
+    a stream."""
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The present name of max_tokens."""
+    """The current name of max_tokens."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> OpenAIRequest:

@@ -67,13 +67,13 @@ class AnswerHead(Body):
 
 
 class PromptTokensDetails(Body):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Body):
-    """Of the answers' tokens."""
+    """Details of the answers' tokens."""
 
     reasoning_tokens: int
 
@@ -85,7 +85,7 @@ class SpeculationUsage(Body):
     draft_tokens: int
     accepted_tokens: int
     accept_length: float
-    """Tokens committed in a round, on average; 0 when there was no round."""
+    """Tokens committed in a round, on average; 0 if there was no round."""
 
     @classmethod
     def of(cls, usage: Usage) -> SpeculationUsage:

@@ -30,7 +30,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Body):
-    """Log-probabilities of a chat answer, a token an entry."""
+    """Log-probabilities of a chat answer, one entry per token."""
 
     content: list[TokenLogprob]
 
@@ -40,17 +40,17 @@ class CompletionLogprobs(Body):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """None for a prompt's first token, which nothing comes before."""
+    """Null for a prompt's first token."""
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
 class PromptLogprob(Body):
-    """A prompt's token, or a likely one in its place."""
+    """A token of the prompt, or a likely one in its place."""
 
     logprob: float
     rank: int
-    """Place among all tokens by probability; 1 is the likeliest."""
+    """Rank among all tokens by probability; 1 is the most likely."""
     decoded_token: str
 
 
@@ -173,27 +173,29 @@ class TracedToken(Body):
     id: int
     text: str
     origin: Literal["accepted", "bonus", "plain", "unspecified"]
-    """A draft token that the target agreed with; the target's own in a round with drafts; in a round without."""
+    """accepted: a draft token that the target accepted; bonus: the target's own token in a round with drafts; plain: a
+    token of a round without drafts."""
     depth: int
-    """Place among the tokens that its round committed, from 1."""
+    """Position among the tokens that its round committed, from 1."""
     drafter: str | None
-    """Who guessed it; null for the target's own."""
+    """The drafter that guessed it; null for the target's own tokens."""
 
 
 class TracedRound(Body):
-    """The tree that a round verified, and what it accepted. Parents come first; all lists of nodes have one length."""
+    """The tree that a round verified, and what it accepted. Parents come first; all lists of nodes have the same
+    length."""
 
     position: int
-    """Of the first token that it committed; the prompt begins at 0."""
+    """Position of the first token that it committed; the prompt begins at 0."""
     num_tokens: int
-    """Tokens that it committed; a stop string may have cut some off."""
+    """Number of tokens that it committed; a stop string may have cut some off."""
     parents: list[int]
     """Index of each node's parent; -1 below the root."""
     token_ids: list[int]
     texts: list[str]
     drafters: list[str]
     scores: list[float]
-    """The drafter's natural-log chance that a node is committed given that its parent is."""
+    """The drafter's natural logarithm of the probability that a node is committed, given that its parent is."""
     accepted: list[int]
     """Indices of accepted nodes, the child of the root first."""
 

@@ -34,32 +34,32 @@ class OutputPart(Body):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
-    """Of an output_text; empty."""
+    """For output_text; empty."""
     logprobs: list[Any] | None = None
-    """Of an output_text; empty."""
+    """For output_text; empty."""
 
 
 ItemKind = Literal["reasoning", "message", "function_call"]
 
 
 class OutputItem(Body):
-    """What the model thought, its answer, or what it calls."""
+    """The model's reasoning, its answer, or its call of a function."""
 
     type: ItemKind
     id: str
     status: ItemStatus
     content: list[OutputPart] | None = None
-    """Of reasoning and of a message."""
+    """For reasoning and messages."""
     role: Literal["assistant"] | None = None
-    """Of a message."""
+    """For messages."""
     summary: list[Any] | None = None
-    """Of reasoning; empty."""
+    """For reasoning; empty."""
     call_id: str | None = None
-    """Of a call, which its output names."""
+    """For calls: the id that their output names."""
     name: str | None = None
-    """Of the function that is called."""
+    """For calls: name of the function."""
     arguments: str | None = None
-    """Of a call; JSON."""
+    """For calls; JSON."""
 
 
 class IncompleteDetails(Body):
@@ -101,7 +101,7 @@ class ResponseBody(Body):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    """The form of the text, as it was asked for."""
+    """The form of the text, as requested."""
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
@@ -110,7 +110,7 @@ class ResponseBody(Body):
 
 
 class ResponseEvent(Body):
-    """One event of a streamed response; which fields it has follows from its type, which is the event's name, too."""
+    """One event of a streamed response; its fields depend on its type, which is also the event's name."""
 
     type: str
     sequence_number: int
@@ -125,11 +125,11 @@ class ResponseEvent(Body):
     logprobs: list[Any] | None = None
     arguments: str | None = None
     code: str | None = None
-    """Of an error, as are the last three."""
+    """For errors, as are the last three fields."""
     message: str | None = None
     param: str | None = None
     error: ErrorDetail | None = None
-    """The error once more, as all routes tell it."""
+    """The error again, in the form of all routes."""
 
 
 @dataclass(slots=True)

@@ -54,26 +54,26 @@ class InputPart(StrictModel):
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
-    cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
-    logprobs: list[Any] | None = Field(None, description="Taken and not used.")
+    logprobs: list[Any] | None = Field(None, description="Accepted but ignored.")
 
 
 class _ItemHead(StrictModel):
     """Fields that items of an earlier answer have besides their content."""
 
-    id: Text | None = Field(None, description="Taken and not used.")
-    status: Text | None = Field(None, description="Taken and not used.")
+    id: Text | None = Field(None, description="Accepted but ignored.")
+    status: Text | None = Field(None, description="Accepted but ignored.")
 
 
 class InputMessage(_ItemHead):
-    """A message of the conversation, sent anew or as an earlier answer had it."""
+    """A message of the conversation, new or as in an earlier answer."""
 
     type: Literal["message"] | None = None
     role: Speaker
     content: ContentOf[InputPart]
-    phase: Text | None = Field(None, description="Taken and not used.")
+    phase: Text | None = Field(None, description="Accepted but ignored.")
 
 
 class ReasoningText(StrictModel):
@@ -84,25 +84,25 @@ class ReasoningText(StrictModel):
 
 
 class InputReasoning(_ItemHead):
-    """What the assistant thought before its next message, as an earlier answer had it."""
+    """The assistant's reasoning before its next message, as in an earlier answer."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    summary: list[Any] | None = Field(None, description="Taken and not used.")
+    summary: list[Any] | None = Field(None, description="Accepted but ignored.")
     encrypted_content: Annotated[Any, Only(why="reasoning is not encrypted here")] = None
 
 
 class InputCall(_ItemHead):
-    """A call of a function, as an earlier answer had it."""
+    """A call of a function, as in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Annotated[Text, Field(max_length=256)]
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = Field(description="JSON, as the answer had it.")
+    arguments: Text = Field(description="JSON, as in the answer.")
 
 
 class InputCallOutput(_ItemHead):
-    """What the client found by calling the function."""
+    """What the function returned to the client."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[Text, Field(max_length=256)] = Field(description="The call that this answers.")
@@ -153,7 +153,7 @@ class FlatNamedChoice(_Function):
 
 
 class FlatAllowedChoice(StrictModel):
-    """The functions that the answer may or must call one of; of the others the model is not told."""
+    """The functions of which the answer may or must call one; the model does not see the others."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -186,23 +186,23 @@ class TextFormat(JsonSchema):
 
 
 class TextConfig(StrictModel):
-    """What the answer's text is like."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
 
 
 class ReasoningConfig(StrictModel):
-    """How much the model thinks before it answers."""
+    """How much the model reasons before it answers."""
 
     effort: ReasoningEffort | None = None
-    """The template's reasoning_effort; none sets enable_thinking to false, too."""
+    """The template's reasoning_effort; none also sets enable_thinking to false."""
     summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
     generate_summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
 
 
 class ResponsesStreamOptions(StrictModel):
-    """What a stream is like."""
+    """Options of a stream."""
 
     include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
 
@@ -220,12 +220,12 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     """A text, or the items of a conversation: messages, reasoning, calls and their outputs, in order."""
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Most tokens of the answer, reasoning included. Default: what the context leaves."""
+    """Most tokens of the answer, including reasoning. Default: as many as the context allows."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateValues | None = Field(None, description="As in chat completions.")
     metadata: Metadata | None = Field(
-        None, description="Told again in the answer, and not used. Keys have at most 64 characters."
+        None, description="Returned in the answer, but not used. Keys have at most 64 characters."
     )
     stream_options: ResponsesStreamOptions | None = None
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
@@ -238,7 +238,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     tool_choice: ChoiceOf[FlatNamedChoice, FlatAllowedChoice] | None = None
     """As in chat completions."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may hold several calls. Default true; a forced answer holds one."""
+    """Whether an answer may have several calls. Default true; a forced answer has one."""
     max_tool_calls: Annotated[Any, Only(why="there are no tools that run here")] = None
     prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
     n: Annotated[Any, Only(1, why="a response is one answer")] = None

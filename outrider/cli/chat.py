@@ -52,10 +52,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")
     # Small models lose the thread at the API's default of 1.
     parser.add_argument(
-        "--temperature", type=number(0, 2), default=0.2, help="0 for the likeliest tokens. Default: 0.2."
+        "--temperature", type=number(0, 2), default=0.2, help="Sampling temperature; 0 is greedy. Default: 0.2."
     )
-    parser.add_argument("--top-p", type=number(1e-6, 1), help="Keep the most likely tokens up to this probability.")
-    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), help="Makes sampling repeatable.")
+    parser.add_argument(
+        "--top-p", type=number(1e-6, 1), help="Sample from the most likely tokens up to this total probability."
+    )
+    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), help="Seed that makes sampling repeatable.")
     parser.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
     add_service_options(parser)
 

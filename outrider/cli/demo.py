@@ -36,7 +36,7 @@ PROMPT = """Write this shopping list again, in the same order:
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--prompt", default=PROMPT, help="What to ask.")
+    parser.add_argument("--prompt", default=PROMPT, help="Question to ask.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=160, help="Most tokens of the answer. Default: 160.")
     add_connect_tls_options(parser)

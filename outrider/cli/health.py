@@ -21,10 +21,10 @@ SERVES, SERVES_NOT = 0, 1
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _ENV = "OUTRIDER_HEALTH_"
 _TLS_WORDS = {
-    "ca": "PEM file of the certificates that the service's own is signed with; turns TLS on.",
-    "cert": "PEM file of a certificate to show, where the service asks its clients for one.",
-    "key": "PEM file of its private key.",
-    "name": "Name in the service's certificate, if that is not the host of the address.",
+    "ca": "PEM file with the CA certificates that must have signed the service's; turns TLS on.",
+    "cert": "PEM file with the certificate to present, if the service asks for one.",
+    "key": "PEM file with the private key of this certificate.",
+    "name": "Name in the service's certificate, if it is not the host of the address.",
 }
 
 
@@ -34,14 +34,18 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "address",
         nargs="?",
         default=os.environ.get("OUTRIDER_ADDRESS") or GatewayOptions.address,
-        help="The service's gRPC door: host:port or unix:/path. Default: $OUTRIDER_ADDRESS, what a service in this "
-        f"environment binds, or else the gateway's {GatewayOptions.address}.",
+        help="The service's gRPC door: host:port or unix:/path. Default: $OUTRIDER_ADDRESS, the address of a service "
+        f"in this environment, or else the gateway's {GatewayOptions.address}.",
     )
     parser.add_argument(
-        "--service", default="", help="Full name, like outrider.v1.VerifyService. Default: the process as a whole."
+        "--service",
+        default="",
+        help="Full name of the gRPC service, like outrider.v1.VerifyService. Default: the process as a whole.",
     )
-    parser.add_argument("--timeout", type=_seconds, default=3.0, help="Seconds that it may take. Default: 3.")
-    parser.add_argument("--token-file", type=expand, help="File with a bearer token; our own doors answer without.")
+    parser.add_argument("--timeout", type=_seconds, default=3.0, help="Seconds to wait for an answer. Default: 3.")
+    parser.add_argument(
+        "--token-file", type=expand, help="File with a bearer token; Outrider's own services need none for this."
+    )
     for word, text in _TLS_WORDS.items():
         name = f"{_ENV}TLS_{word.upper()}"
         flags = f"--connect-tls-{word}", f"--tls-{word}"

@@ -96,14 +96,14 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
     `former`: further prefixes under which the options are accepted.
     """
     for word, text in (
-        ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
-        ("cert", "certificate to show the gateway"),
-        ("key", "its private key"),
+        ("ca", "CA certificates that must have signed the gateway's; without it there is no TLS"),
+        ("cert", "certificate to present"),
+        ("key", "private key of this certificate"),
         ("name", "name in the gateway's certificate, if it is not the address"),
     ):
         metavar = "NAME" if word == "name" else "FILE"
         names = [f"{prefix}-{word}" for prefix in ("--connect-tls", *former)]
-        group.add_argument(*names, metavar=metavar, default="", help=f"To the gateway: {text}.")
+        group.add_argument(*names, metavar=metavar, default="", help=f"TLS to the gateway: {text}.")
 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
@@ -132,15 +132,16 @@ class _HelpAll(argparse.Action):
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
     """Declare the services' options: common ones by subject, the rest, which only --help-all shows, by service."""
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, those of each service grouped.")
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, grouped by service.")
     subjects = {name: parser.add_argument_group(name) for name in COMMON_FLAGS}
     subjects["speculation"].add_argument(
         "--draft-placement",
         choices=PLACEMENTS,
         default="auto",
-        help="Where drafters run: in the draft service (remote), or with verify (colocated): a draft model inside its "
-        "rounds on a GPU, which leaves n-grams to the draft service, or all of them in its process on a CPU. Default: "
-        "auto, colocated where the target takes all GPUs, or there is none and fewer than four cores, else remote.",
+        help="Where drafters run: in the draft service (remote) or with verify (colocated). Colocated means, on a GPU, "
+        "a draft model inside verify's rounds, with n-grams left to the draft service; on a CPU, all drafters in "
+        "verify's process. Default: auto, which is colocated if the target takes all GPUs, or if there is no GPU "
+        "and fewer than four cores, else remote.",
     )
     subject_of = {flag: subject for subject, flags in COMMON_FLAGS.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}

@@ -18,7 +18,7 @@ from outrider.rpc.transport import is_local
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--ephemeral", action="store_true", help="Take free ports instead of the default ones.")
+    parser.add_argument("--ephemeral", action="store_true", help="Use free ports instead of the default ones.")
     add_service_options(parser)
 
 

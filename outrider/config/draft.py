@@ -47,24 +47,27 @@ _OF_NGRAMS = (
 class SpeculativeOptions(PeerServiceOptions):
     """Options of the drafters, which run in a draft service or with verify."""
 
-    speculative_algorithm: tuple[str, ...] = option((), "Which drafters guess.")
+    speculative_algorithm: tuple[str, ...] = option((), "Drafters to run.")
     speculative_draft_model_path: str = option(
-        "", "Draft model or head: a local folder or a hub id; for NEXTN empty takes the target's own."
+        "", "Draft model or head: a local folder or a hub id; for NEXTN, empty: the target's own."
     )
     speculative_draft_model_revision: str = option("", "Revision of the draft model on the hub.")
-    speculative_num_steps: int = option(0, "Most draft tokens from the root to a leaf; 0 chooses.")
-    speculative_eagle_topk: int = option(0, "Most children of a node; 0 chooses.", minimum=0, maximum=16)
+    speculative_num_steps: int = option(0, "Most draft tokens from the root to a leaf; 0: chosen automatically.")
+    speculative_eagle_topk: int = option(0, "Most children of a node; 0: chosen automatically.", minimum=0, maximum=16)
     speculative_token_map: str = option(
-        "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
+        "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty: all."
     )
     speculative_draft_window_size: int = option(
         0,
-        "Draft models: last tokens that are seen of contexts more than half as long again; 0 takes what a head's "
+        "Draft models: number of last tokens that they see of a context over 1.5 times as long; 0: as a head's "
         "checkpoint says, or all.",
         minimum=0,
     )
     speculative_draft_sink_size: int = option(
-        0, "Draft models: first tokens of such contexts that are seen, right before those; at least 16.", minimum=0
+        0,
+        "Draft models: number of first tokens that they also see of such a context, right before the last ones; "
+        "at least 16.",
+        minimum=0,
     )
 
     def check_window(self) -> None:
@@ -79,38 +82,40 @@ DRAFTING = tuple(field.name for field in fields(SpeculativeOptions) if field.nam
 
 @dataclass(frozen=True)
 class DraftOptions(SpeculativeOptions):
-    """Guesses ahead of a verify service."""
+    """Guesses the next tokens for verify services."""
 
     address: str = option("127.0.0.1:50053", GRPC_DOOR)
-    metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
+    metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty: no page.")
     speculative_algorithm: tuple[str, ...] = option(
         AUTO,
-        "Which drafters guess, comma separated: EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN or STANDALONE, or NGRAM, or both "
-        "together; AUTO takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
+        "Drafters to run, comma separated: one of EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN and STANDALONE, or NGRAM, or "
+        "both; AUTO: EAGLE3,NGRAM with the shipped head for the default target, else NGRAM.",
     )
     speculative_num_steps: int = option(
-        0, "Most draft tokens from the root to a leaf; 0 chooses.", minimum=0, maximum=1024
+        0, "Most draft tokens from the root to a leaf; 0: chosen automatically.", minimum=0, maximum=1024
     )
     speculative_num_draft_tokens: int = option(
         0,
-        "Most live nodes of a request's tree, within verify's credit; 0 takes that for a model, 64 for n-grams.",
+        "Most live nodes of a request's tree, within verify's credit; 0: that credit for a model, 64 for n-grams.",
         minimum=0,
     )
     target_model_path: str = option(
         "",
-        "Target's folder, for heads that share its embedding or output matrix, and for grammars, which need its "
+        "Folder of the target, for heads that share its embedding or output matrix, and for grammars, which need its "
         "tokenizer.",
     )
-    device: str = option("auto", 'Where a draft model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if any.')
+    device: str = option(
+        "auto", 'Where a draft model runs: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if there is one.'
+    )
     dtype: str = option(
         "auto",
-        "Number format of a draft model; auto: on a CPU bfloat16 where it is "
-        "faster, on a GPU the checkpoint's half format.",
+        "Number format of a draft model; auto: on a CPU, bfloat16 where it is faster; on a GPU, the checkpoint's half "
+        "format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    disable_cuda_graph: bool = option(False, "Run draft steps kernel by kernel on a GPU; slower.")
+    disable_cuda_graph: bool = option(False, "Run draft steps on a GPU without CUDA graphs; slower.")
     max_total_tokens: int = option(
-        0, "Context tokens that the draft model's KV cache holds; 0 sizes it from free memory.", minimum=0
+        0, "Context tokens that the draft model's KV cache holds; 0: as free memory allows.", minimum=0
     )
     mem_fraction_static: float = option(
         0.5, "Share of the GPU's memory for a draft model and its KV.", minimum=0.01, maximum=0.98
@@ -118,33 +123,33 @@ class DraftOptions(SpeculativeOptions):
     rank_by_noise: bool = option(
         True,
         "At temperatures above 0, rank a draft model's candidates with the noise that verify samples with; false, for "
-        "comparison, ranks by their chances alone.",
+        "comparison: by probability alone.",
     )
     lockstep: bool = option(
         False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
     )
     draft_ahead: str = option(
         "auto",
-        "Grow while verify computes: always, never (a draft model grows one tree after each commit and then leaves the "
-        "cores to verify), or auto: ahead on a GPU, but not for a lone request with a head that guesses blocks.",
+        "Whether to grow while verify computes: always, never (a draft model grows one tree after each commit and "
+        "then leaves the cores to verify), or auto: on a GPU, except for a single request with a block head.",
         choices=("auto", "always", "never"),
     )
     local_line: str = option(
         "auto",
-        "A Unix socket by which verify engines of this host and user reach this engine past gRPC: auto takes one in no "
-        "file system, which containers do not share; else a folder for it, or off.",
+        "Unix socket through which verify engines of the same host and user reach this engine without gRPC: auto (an "
+        "abstract socket, which containers do not share), a folder for the socket, or off.",
     )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
     min_path_probability: float | None = option(
         None,
-        "Nodes less likely than this to be committed are not grown; empty takes 0.0002 for a model, 0.02 for n-grams, "
-        "0.1 for those beside a model on a CPU.",
+        "Do not grow nodes that are less likely than this to be committed; empty: 0.0002 for a model, 0.02 for "
+        "n-grams, 0.1 for n-grams beside a model on a CPU.",
         minimum=0,
         maximum=1,
     )
 
     match_type: str = option(
-        "PROB", "How followers of a match are weighted: BFS by how recent, PROB by how often.", choices=("BFS", "PROB")
+        "PROB", "How the tokens after a match are weighted: BFS by recency, PROB by frequency.", choices=("BFS", "PROB")
     )
     min_match_window_size: int = option(1, "Shortest context that is matched, in tokens.", minimum=1)
     max_match_window_size: int = option(12, "Longest context that is matched, in tokens.", minimum=1)
@@ -155,23 +160,23 @@ class DraftOptions(SpeculativeOptions):
     )
     capacity: int = option(
         262144,
-        "Nodes of the tries that a tenant's requests share, over all tenants; 0.5 KB each with their text.",
+        "Most nodes of the tries that a tenant's requests share, over all tenants; 0.5 KB each with their text.",
         minimum=4096,
     )
     request_capacity: int = option(65536, "Most nodes of a request's own trie.", minimum=1024)
     total_capacity: int = option(
-        1048576, "Nodes of all requests' own tries; each gets an even share, at least 1024.", minimum=4096
+        1048576, "Most nodes of all requests' own tries; each gets an equal share, at least 1024.", minimum=4096
     )
 
-    max_requests: int = option(1024, "Requests open at once, over all sessions.", minimum=1)
-    max_sessions: int = option(64, "Verify replicas served at once.", minimum=1)
+    max_requests: int = option(1024, "Most requests open at once, over all sessions.", minimum=1)
+    max_sessions: int = option(64, "Most verify replicas served at once.", minimum=1)
     max_nodes: int = option(
-        65536, "Live nodes in all trees; over it growth stops and requests are declined.", minimum=64
+        65536, "Most live nodes in all trees; above this, growth stops and requests are declined.", minimum=64
     )
     max_positions: int = option(131072, "Longest sequence served, in tokens.", minimum=1)
     max_message_bytes: int = option(16777216, "Longest message accepted.", minimum=65536, maximum=1073741824)
     max_queued: int = option(
-        1024, "Messages that may wait for a session to read; over it the session ends.", minimum=16
+        1024, "Most messages that may wait for a session to read them; with more, the session ends.", minimum=16
     )
 
     def check(self) -> None:

@@ -18,113 +18,119 @@ _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 @dataclass(frozen=True)
 class GatewayOptions(ServiceOptions):
-    """The clients' door: gRPC and an OpenAI-compatible REST interface."""
+    """The service that clients call, with gRPC and an OpenAI-compatible REST API."""
 
     address: str = option("127.0.0.1:50051", GRPC_DOOR)
     rest_address: str = option(
-        "127.0.0.1:8000", "Address of the REST door, host:port (port 0 takes a free one); it serves /metrics too."
+        "127.0.0.1:8000", "Address of the REST door, host:port (port 0: any free port); it also serves /metrics."
     )
     metrics_address: str = option(
-        "", "Address of a further Prometheus page, host:port, for scrapers without the API key; empty turns it off."
+        "", "Address of a second Prometheus page, host:port, for scrapers without the API key; empty: no such page."
     )
     sglang_metrics: bool = option(
-        False, "Have the metrics page tell by SGLang's names (sglang:num_running_reqs and so on), too."
+        False, "Also export metrics under SGLang's names (sglang:num_running_reqs and so on)."
     )
     verify: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
         "Addresses of the verify replicas, host:port or unix:/path, comma separated. dns:///name:port stands for all "
-        "addresses that the name has, as they come and go.",
+        "addresses that the name currently has.",
     )
-    dns_seconds: float = option(5.0, "Seconds between two look-ups of names in --verify.", minimum=0.1, maximum=3600)
+    dns_seconds: float = option(5.0, "Seconds between DNS lookups of the names in --verify.", minimum=0.1, maximum=3600)
     verify_auth_token: str = option("", "Bearer token for the verify replicas.", secret=True)
-    verify_auth_token_file: str = option("", "File that holds it, instead of --verify-auth-token.")
+    verify_auth_token_file: str = option("", "File with this token, instead of --verify-auth-token.")
     verify_tls_ca: str = option(
-        "", "PEM file with the certificates that replicas' must be signed with; empty talks to them without TLS."
+        "", "PEM file with the CA certificates that must have signed the replicas' certificates; empty: no TLS to them."
     )
-    verify_tls_cert: str = option("", "PEM file with the certificate shown to replicas that ask for one.")
-    verify_tls_key: str = option("", "PEM file with its private key.")
-    verify_tls_name: str = option("", "Name that replicas' certificates are made out to, if not their address.")
+    verify_tls_cert: str = option("", "PEM file with the certificate to present to replicas that ask for one.")
+    verify_tls_key: str = option("", "PEM file with the private key of this certificate.")
+    verify_tls_name: str = option("", "Name in the replicas' certificates, if it is not their address.")
     tokenizer: Path | None = option(
-        None, "Folder with tokenizer.json and tokenizer_config.json. Unset: the folder that verify names."
+        None, "Folder with tokenizer.json and tokenizer_config.json; empty: the folder that verify names."
     )
     generation_config: str = option(
         "auto",
-        "Whether generation_config.json beside the tokenizer gives defaults of sampling, and its max_new_tokens the "
-        "most tokens of an answer: auto takes what is there.",
+        "Whether generation_config.json beside the tokenizer sets sampling defaults, and its max_new_tokens the most "
+        "tokens of an answer; auto: if there is such a file.",
         choices=("auto", "none"),
     )
     reasoning_parser: str = option(
         "auto",
-        "Markers by which what a model thinks is told apart from its answer: think for <think>, mistral for [THINK], "
-        "kimi for ◁think▷, seed for <seed:think>, gemma4 for <|channel>thought; auto takes those that the chat "
-        "template names.",
+        "Markers that separate a model's reasoning from its answer: think for <think>, mistral for [THINK], kimi for "
+        "◁think▷, seed for <seed:think>, gemma4 for <|channel>thought; auto: those that the chat template names.",
         choices=("auto", "none", "think", "mistral", "kimi", "seed", "gemma4"),
     )
     tool_call_parser: str = option(
         "auto",
-        "How the model writes calls of tools; auto looks for a format's marks in the chat template, none leaves calls "
-        "in the text.",
+        "Format in which the model writes tool calls; auto looks for a format's marks in the chat template, none "
+        "leaves calls in the text.",
         choices=("auto", "hermes", "llama3", "mistral", "gemma4", "json", "none"),
     )
-    api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
+    api_key: str = option("", "Bearer token that clients must send; empty: no token is needed.", secret=True)
     api_key_file: Path | None = option(
         None,
-        "File with bearer tokens, one a line, instead of --api-key; each is a client with a share of its own. A name "
-        "behind a token puts it in the tenant of that name: cached text is shared within a tenant alone.",
+        "File with bearer tokens, one per line, instead of --api-key; each is a client with a share of its own. A "
+        "name after a token makes it part of the tenant of that name: cached text is shared only within a tenant.",
     )
     max_connection_age_seconds: float = option(
-        3600.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
+        3600.0, "Seconds after which a gRPC connection takes no new calls; 0: no limit.", minimum=0, maximum=31536000
     )
     max_request_seconds: float = option(
-        3600.0, "Longest that a request may take, whatever deadline its client sets.", minimum=0.1, maximum=86400
+        3600.0, "Most seconds that a request may take, whatever deadline its client sets.", minimum=0.1, maximum=86400
     )
 
-    max_answers: int = option(256, "Answers in the making at once, over both doors; more get 429.", minimum=1)
-    max_prompts: int = option(128, "Prompts in one request.", minimum=1, maximum=4096)
-    max_body_bytes: int = option(8388608, "Longest request body or message.", minimum=1024, maximum=1073741824)
+    max_answers: int = option(256, "Most answers generated at once, over both doors; further ones get 429.", minimum=1)
+    max_prompts: int = option(128, "Most prompts in one request.", minimum=1, maximum=4096)
+    max_body_bytes: int = option(8388608, "Most bytes of a request body or message.", minimum=1024, maximum=1073741824)
     body_seconds: float = option(
-        30.0, "Seconds that a client gets to send its body or message.", minimum=0.1, maximum=3600
+        30.0, "Seconds that a client has to send its body or message.", minimum=0.1, maximum=3600
     )
-    stall_seconds: float = option(60.0, "Seconds that a client may leave its stream unread.", minimum=0.1, maximum=3600)
+    stall_seconds: float = option(
+        60.0, "Seconds that a client may leave its stream unread before it is ended.", minimum=0.1, maximum=3600
+    )
     max_logprobs: int = option(
         4194304,
-        "Log-probabilities, traced nodes and their tokens in memory at once; a quarter of it for one request.",
+        "Most log-probabilities, traced nodes and their tokens in memory at once; a request may use a quarter of this.",
         minimum=1024,
     )
     max_connections: int = option(
-        1024, "Connections of a door at once; over it idle ones are closed, and if there are none, new ones.", minimum=1
+        1024,
+        "Most connections of a door at once; with more, idle ones are closed, or new ones if none is idle.",
+        minimum=1,
     )
     max_connections_per_address: int = option(
-        0, "Connections of the REST door at once from one address, or one IPv6 /64; 0 for half of all.", minimum=0
+        0, "Most connections of the REST door at once from one address, or one IPv6 /64; 0: half of all.", minimum=0
     )
     proxies: tuple[str, ...] = option(
         (),
-        "Addresses or networks, like 10.1.2.0/24, of proxies before the REST door, comma separated: they may have all "
-        "connections.",
+        "Addresses or networks, like 10.1.2.0/24, of proxies in front of the REST door, comma separated: they may use "
+        "all connections.",
     )
     header_seconds: float = option(
-        10.0, "Seconds that a client gets to send the head of a request.", minimum=0.05, maximum=3600
+        10.0, "Seconds that a client has to send the head of a request.", minimum=0.05, maximum=3600
     )
     keep_alive_seconds: float = option(
-        15.0, "Seconds without a token after which a REST stream gets a comment.", minimum=0.05, maximum=3600
+        15.0, "Seconds without a token after which a comment is sent in a REST stream.", minimum=0.05, maximum=3600
     )
     cors_origins: tuple[str, ...] = option(
-        (), "Origins, like https://example.org, whose pages may call the REST door, comma separated; * for all."
+        (), "Origins, like https://example.org, whose pages may call the REST door, comma separated; *: all."
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Names by which the REST door may be called, like example.org or *.example.org, comma separated, beside "
-        "localhost and plain addresses; * for all. Unset: all, but localhost alone on loopback without keys and TLS.",
+        "Host names under which the REST door may be called, like example.org or *.example.org, comma separated, "
+        "besides localhost and IP addresses; *: all. Empty: all, but only localhost on loopback without keys and TLS.",
     )
     ignore_unknown_fields: bool = option(
-        False, "Leave out fields of requests that are not known, as other servers do, instead of refusing them."
+        False, "Ignore unknown fields of requests, as other servers do, instead of refusing the request."
     )
-    no_page: bool = option(False, "Leave out the page at / of the REST door, where people can try the model.")
+    no_page: bool = option(False, "Do not serve the page at / of the REST door, where people can try the model.")
     affinity_tokens: int = option(
-        64, "First tokens of a prompt that choose the replica, so that equal beginnings meet its cache.", minimum=1
+        64,
+        "Number of first tokens of a prompt that choose the replica, so that prompts with the same beginning find "
+        "it in the cache.",
+        minimum=1,
     )
     probe_seconds: float = option(
-        2.0, "Seconds between looks at a verify replica that serves.", minimum=0.05, maximum=600
+        2.0, "Seconds between health checks of a ready verify replica.", minimum=0.05, maximum=600
     )
 
     key_fix: ClassVar[str] = KEY_FIX

@@ -160,7 +160,7 @@ def check_device(name: str) -> None:
         raise ConfigError(f'--device: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
 
 
-GRPC_DOOR = "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
+GRPC_DOOR = "Address of the gRPC door: host:port (port 0: any free port) or unix:/path."
 
 
 @dataclass(frozen=True)
@@ -168,24 +168,28 @@ class ServiceOptions:
     """Options of a service. A service's own options inherit them and set the default addresses."""
 
     address: str = option("127.0.0.1:0", GRPC_DOOR)
-    metrics_address: str = option("", "Address of the Prometheus page, host:port; empty turns it off.")
+    metrics_address: str = option("", "Address of the Prometheus page, host:port; empty: no page.")
     ready_file: str = option(
         "",
-        "Written when the service serves: a file with the addresses really bound; verify's tells its model, too, and "
-        "those of verify and draft their drafters.",
+        "File that the service writes once it is ready, with the addresses that it bound; verify also writes its "
+        "model, and verify and draft write their drafters.",
     )
-    log_level: str = option("INFO", "Least important lines to log.", choices=LEVELS)
+    log_level: str = option("INFO", "Lowest level of the lines to log.", choices=LEVELS)
     drain_seconds: float = option(
-        20.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0, maximum=3600
+        20.0, "Seconds that running requests have to finish after SIGTERM.", minimum=0, maximum=3600
     )
-    tls_cert: str = option("", "PEM file with this service's certificate and those up to its root; empty: no TLS.")
+    tls_cert: str = option(
+        "", "PEM file with this service's certificate, followed by those up to its root; empty: no TLS."
+    )
     tls_key: str = option("", "PEM file with the private key of --tls-cert, not encrypted.")
     tls_ca: str = option(
-        "", "PEM file with the certificates that clients' must be signed with (mTLS); empty asks them for none."
+        "",
+        "PEM file with the CA certificates that must have signed clients' certificates (mTLS); empty: no client "
+        "certificate is asked for.",
     )
-    reflection: bool = option(False, "Let gRPC clients ask which methods and messages there are.")
+    reflection: bool = option(False, "Let gRPC clients list methods and messages (server reflection).")
     max_connection_age_seconds: float = option(
-        0.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
+        0.0, "Seconds after which a gRPC connection takes no new calls; 0: no limit.", minimum=0, maximum=31536000
     )
     key_fix: ClassVar[str] = "set a bearer token (docs/security.md)"
     """Advice for doors that are open to everybody; `outrider up` has other names for the options."""
@@ -201,16 +205,16 @@ class ServiceOptions:
 class PeerServiceOptions(ServiceOptions):
     """Options of a service that other services call."""
 
-    auth_token: str = option("", "Bearer token that callers must send; empty lets everybody in.", secret=True)
-    auth_token_file: str = option("", "File that holds the bearer token, instead of --auth-token.")
+    auth_token: str = option("", "Bearer token that callers must send; empty: no token is needed.", secret=True)
+    auth_token_file: str = option("", "File with the bearer token, instead of --auth-token.")
     engine_cpus: str = option(
-        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
+        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty: the system decides."
     )
     watchdog_timeout: float = option(
         300.0,
-        "Seconds without the end of a round, while there are requests, or without an answer of a draft engine, after "
-        "which the engine is killed and the service ends, to be started again: a GPU may have stopped answering. "
-        "0 waits for ever.",
+        "Seconds without a finished round, while there are requests, or without an answer from a draft engine, after "
+        "which the engine is killed and the service ends, to be restarted: a GPU may have stopped responding. 0 waits "
+        "forever.",
         minimum=0,
         maximum=86400,
     )

@@ -19,103 +19,109 @@ _DETERMINISTIC_ROUND_TOKENS = 64
 
 @dataclass(frozen=True)
 class VerifyOptions(SpeculativeOptions):
-    """Holds the target model and its KV cache, and owns the truth."""
+    """Holds the target model and its KV cache, and decides which tokens are committed."""
 
     address: str = option("127.0.0.1:50052", GRPC_DOOR)
-    metrics_address: str = option("127.0.0.1:9102", "Address of the Prometheus page, host:port; empty turns it off.")
-    model: str = option("SmolLM2-135M-Instruct", "Target: the default's name, a local folder or a hub id.")
-    served_model_name: str = option("", "What clients call the model; empty takes it from the model.")
-    device: str = option(
-        "auto", 'Where the model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if there is one.'
-    )
+    metrics_address: str = option("127.0.0.1:9102", "Address of the Prometheus page, host:port; empty: no page.")
+    model: str = option("SmolLM2-135M-Instruct", "Target model: the default's name, a local folder or a hub id.")
+    served_model_name: str = option("", "Name of the model for clients; empty: taken from --model.")
+    device: str = option("auto", 'Where the model runs: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if there is one.')
     dtype: str = option(
         "auto",
-        "Number format of weights and KV; auto: on a CPU bfloat16 where it is "
-        "faster, on a GPU the checkpoint's half format.",
+        "Number format of weights and KV; auto: on a CPU, bfloat16 where it is faster; on a GPU, the checkpoint's "
+        "half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     model_impl: str = option(
         "auto",
-        "Who runs the model: outrider's own decoder, or transformers, which needs the extra of that name; auto takes "
-        "ours for the families that it has.",
+        "What runs the model: outrider (its own decoder) or transformers, which needs the extra of that name; auto: "
+        "outrider for the model families that it supports.",
         choices=("auto", "outrider", "transformers"),
     )
     tensor_parallel_size: int = option(
         1,
-        "Ranks that share each layer of the target, a process each: on GPUs the device and those behind it, on a CPU "
+        "Ranks that share each layer of the target, one process each: on GPUs, --device and those after it; on a CPU, "
         "its cores.",
         minimum=1,
         maximum=MAX_RANKS,
     )
     rank_seconds: float = option(
-        10.0, "Seconds without an answer of a rank after which the service ends.", minimum=0.5, maximum=600
+        10.0, "Seconds without an answer from a rank after which the service ends.", minimum=0.5, maximum=600
     )
     rank_exchange: str = option(
         "auto",
-        "How ranks on GPUs add up: peer (our kernels, in memory that they map of each other) or nccl; auto takes peer "
-        "where all GPUs reach each other.",
+        "How ranks on GPUs add up their results: peer (Outrider's kernels, on memory that the ranks map from each "
+        "other) or nccl; auto: peer where all GPUs can reach each other.",
         choices=("auto", "peer", "nccl"),
     )
     threads: int = option(
-        0, "Threads of the forward, of each rank; 0 shares out the cores, one thread each.", minimum=0, maximum=1024
+        0,
+        "Threads for the forward of each rank; 0: one for each core, divided among the ranks.",
+        minimum=0,
+        maximum=1024,
     )
     context_length: int = option(
-        0, "Most tokens of prompt and output; 0 takes the model's own, or what the KV cache has room for.", minimum=0
+        0, "Most tokens of prompt and output; 0: the model's limit, or what the KV cache has room for.", minimum=0
     )
     page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
-    max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0 sizes it from free memory.", minimum=0)
+    max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0: as free memory allows.", minimum=0)
     mem_fraction_static: float = option(
         0.88,
-        "Share of the GPU's memory for weights and KV cache; the rest is for graphs and activations.",
+        "Share of the GPU's memory for weights and KV cache; the rest is for CUDA graphs and activations.",
         minimum=0.1,
         maximum=0.98,
     )
-    max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=1024)
-    max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
+    max_running_requests: int = option(32, "Most requests in one round.", minimum=1, maximum=1024)
+    max_queued_requests: int = option(256, "Most requests that wait for a place; further ones are refused.", minimum=0)
     max_queued_tokens: int = option(
         262144,
-        "Prompt tokens of requests that wait for their first token; more are refused unless nobody else waits.",
+        "Most prompt tokens of requests that wait for their first token; further requests are refused unless no other "
+        "waits.",
         minimum=1,
     )
     unread_seconds: float = option(
-        120.0, "Seconds that a gateway may leave an answer unread.", minimum=0.1, maximum=3600
+        120.0, "Seconds that a gateway may leave an answer unread before it is ended.", minimum=0.1, maximum=3600
     )
     chunked_prefill_size: int = option(
         0,
-        "Prompt tokens computed in one round; 0 takes 256 on a CPU, 2048 on a GPU (512 if deterministic).",
+        "Most prompt tokens computed in one round; 0: 256 on a CPU, 2048 on a GPU (512 if deterministic).",
         minimum=0,
         maximum=65536,
     )
-    disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
+    disable_radix_cache: bool = option(
+        False, "Do not keep the KV of finished requests, so that no prefix is ever shared."
+    )
     draft: tuple[str, ...] = option(
         ("127.0.0.1:50053",),
-        "Addresses of draft services, comma separated; empty for none: plain decoding, unless --speculative-algorithm "
-        "gives verify drafters. dns:///name:port stands for all addresses that the name has, as they come and go.",
+        "Addresses of draft services, comma separated; empty: none, so plain decoding unless --speculative-algorithm "
+        "gives verify drafters. dns:///name:port stands for all addresses that the name currently has.",
     )
-    dns_seconds: float = option(5.0, "Seconds between two look-ups of names in --draft.", minimum=0.1, maximum=3600)
+    dns_seconds: float = option(5.0, "Seconds between DNS lookups of the names in --draft.", minimum=0.1, maximum=3600)
     draft_auth_token: str = option("", "Bearer token for the draft services.", secret=True)
-    draft_auth_token_file: str = option("", "File that holds it, instead of --draft-auth-token.")
+    draft_auth_token_file: str = option("", "File with this token, instead of --draft-auth-token.")
     draft_tls_ca: str = option(
-        "", "PEM file with the certificates that drafts' must be signed with; empty talks to them without TLS."
+        "",
+        "PEM file with the CA certificates that must have signed the draft services' certificates; empty: no TLS "
+        "to them.",
     )
-    draft_tls_cert: str = option("", "PEM file with the certificate shown to drafts that ask for one.")
-    draft_tls_key: str = option("", "PEM file with its private key.")
-    draft_tls_name: str = option("", "Name that drafts' certificates are made out to, if not their address.")
+    draft_tls_cert: str = option("", "PEM file with the certificate to present to draft services that ask for one.")
+    draft_tls_key: str = option("", "PEM file with the private key of this certificate.")
+    draft_tls_name: str = option("", "Name in the draft services' certificates, if it is not their address.")
     speculative_algorithm: tuple[str, ...] = option(
         (),
-        "What drafts with verify: on a GPU a draft model inside its rounds, EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, "
-        "STANDALONE, or NAIVE_EAGLE, which is a head with one step and one candidate, and NGRAM is left to draft "
-        "services; on a CPU EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, STANDALONE or NGRAM, or one of them with NGRAM, in "
-        "verify's own process. AUTO takes the head that ships for the target, if one does, and NGRAM on a CPU; empty "
-        "leaves drafting to draft services.",
+        "Drafters that run with verify. On a GPU, a draft model inside its rounds: EAGLE, EAGLE3, DFLASH, DSPARK, "
+        "NEXTN, STANDALONE, or NAIVE_EAGLE, a head with one step and one candidate; NGRAM is left to draft services. "
+        "On a CPU, in verify's own process: EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, STANDALONE or NGRAM, or one of them "
+        "with NGRAM. AUTO: the head that ships for the target, if there is one, and NGRAM on a CPU; empty: only draft "
+        "services draft.",
     )
     speculative_num_steps: int = option(
-        0, "Most draft tokens from the root to a leaf of its trees; 0 chooses.", minimum=0, maximum=16
+        0, "Most draft tokens from the root to a leaf of its trees; 0: chosen automatically.", minimum=0, maximum=16
     )
-    no_speculation: bool = option(False, "Plain decoding whatever requests say.")
+    no_speculation: bool = option(False, "Always decode plainly, whatever requests ask for.")
     max_draft_tokens: int = option(
         63,
-        "Tree nodes in one round over all requests; fewer are taken when more would not pay.",
+        "Most tree nodes in one round, over all requests; fewer are taken when more would not pay.",
         minimum=0,
         maximum=1024,
     )
@@ -124,28 +130,29 @@ class VerifyOptions(SpeculativeOptions):
     )
     lockstep: bool = option(
         False,
-        "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines do; "
-        "trees inside rounds always grow to --speculative-num-steps and as many nodes. The baseline of benchmarks.",
+        "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines "
+        "do; trees inside rounds always grow to --speculative-num-steps and that many nodes. The baseline of "
+        "benchmarks.",
     )
     attention_backend: str = option(
         "auto",
-        "Attention on a GPU: triton (ours), flashinfer, or mixed (flashinfer for prefill); auto takes triton.",
+        "Attention on a GPU: triton (Outrider's kernels), flashinfer, or mixed (flashinfer for prefill); auto: triton.",
         choices=("auto", "triton", "flashinfer", "mixed"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Number format of keys and values: auto is the model's; fp8_e4m3 (on a GPU, with triton attention) takes half "
-        "of the memory, without scales.",
+        "Number format of keys and values: auto is the model's; fp8_e4m3 (on a GPU, with triton attention) needs half "
+        "the memory and has no scales.",
         choices=("auto", "fp8_e4m3"),
     )
-    disable_cuda_graph: bool = option(False, "Run rounds kernel by kernel on a GPU; the same tokens, slower.")
+    disable_cuda_graph: bool = option(False, "Run rounds on a GPU without CUDA graphs; the same tokens, slower.")
     cuda_graph_max_bs: int = option(
         64, "Rounds with more requests than this are not captured as CUDA graphs.", minimum=1, maximum=1024
     )
     deterministic: bool = option(
         False,
-        "On a GPU, make every answer independent of speculation, batch and cache, bitwise, at some cost in speed. "
-        "Not on a CPU, where --dtype float32 seldom parts answers.",
+        "On a GPU, make every answer bitwise independent of speculation, batch and cache, at some cost in speed. Not "
+        "for a CPU, where answers seldom differ with --dtype float32.",
     )
     accept_threshold_single: float = option(
         1.0,

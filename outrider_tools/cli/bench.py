@@ -50,103 +50,115 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=("grpc", "openai", "openai-chat"),
         default="grpc",
-        help="Which door: gRPC (the default), /v1/completions, or /v1/chat/completions.",
+        help="API to call: gRPC (the default), /v1/completions, or /v1/chat/completions.",
     )
-    group.add_argument("--connect", default="127.0.0.1:50051", help="Of the gRPC door. Default: 127.0.0.1:50051.")
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", help="Of the REST door. Default: http://127.0.0.1:8000."
+        "--connect", default="127.0.0.1:50051", help="Address of the gRPC door. Default: 127.0.0.1:50051."
+    )
+    group.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", help="URL of the REST door. Default: http://127.0.0.1:8000."
     )
     group.add_argument(
         "--metrics-url",
         default="",
-        help="The gateway's metrics page, for acceptance by depth where the door does not tell it; by default the REST "
+        help="The gateway's metrics page, for acceptance by depth where the answers do not have it. Default: the REST "
         "door's.",
     )
-    group.add_argument("--api-key-file", type=expand, help="File with the API key; by default $OUTRIDER_API_KEY.")
+    group.add_argument("--api-key-file", type=expand, help="File with the API key. Default: $OUTRIDER_API_KEY.")
     add_connect_tls_options(group)
-    group.add_argument("--model", default="", help="Name of the model; empty for the served one.")
+    group.add_argument("--model", default="", help="Name of the model. Default: the served one.")
 
     group = parser.add_argument_group("the load")
     group.add_argument(
         "--num-prompts",
         type=whole_number(1, 10_000_000),
-        help=f"Requests of each point. Default: {DEFAULT_PROMPTS}, or any number with --duration.",
+        help=f"Requests per point. Default: {DEFAULT_PROMPTS}, or no limit with --duration.",
     )
     group.add_argument(
         "--duration",
         type=number(0.1, 1e6),
         default=0.0,
-        help="Seconds of each point: no request begins later, and what comes later does not count for throughput.",
+        help="Seconds of each point: no request begins later, and later tokens do not count for throughput.",
     )
     group.add_argument(
         "--max-concurrency",
         type=lambda text: [whole_number(1, MAX_CONCURRENCY)(part.strip()) for part in text.split(",")],
-        help="Requests at once; several, comma separated, are measured one after the other. Default: all of them.",
+        help="Most requests at once; several values, comma separated, are measured one after the other. Default: all "
+        "of them.",
     )
     group.add_argument(
         "--request-rate",
         type=_rates,
         default=[math.inf],
-        help="Requests a second, whatever the answers take; several, comma separated. Default: inf, a closed loop.",
+        help="Requests per second, however long answers take; several values, comma separated. Default: inf, a closed "
+        "loop.",
     )
     group.add_argument(
         "--burstiness",
         type=number(0.01, 1000),
         default=1.0,
-        help="Of arrivals: 1 (the default) is a Poisson process, less comes in bursts, more is more even.",
+        help="Burstiness of arrivals: 1 (the default) is a Poisson process, less means bursts, more means more even.",
     )
     group.add_argument(
         "--num-warmups",
         type=whole_number(0, 100_000),
         default=8,
-        help="Requests sent before all points, which are in no figure: first ones wait for what is done once. "
-        "Default: 8.",
+        help="Requests sent before all points and not counted, since the first wait for one-time work. Default: 8.",
     )
     group.add_argument(
-        "--timeout", type=number(0.1, 86400), default=600.0, help="Seconds that a request may take. Default: 600."
+        "--timeout", type=number(0.1, 86400), default=600.0, help="Most seconds that a request may take. Default: 600."
     )
-    group.add_argument("--seed", type=whole_number(0, MAX_SEED), default=0, help="Of prompts and arrivals. Default: 0.")
+    group.add_argument(
+        "--seed", type=whole_number(0, MAX_SEED), default=0, help="Seed of prompts and arrivals. Default: 0."
+    )
 
     group = parser.add_argument_group("the prompts")
     group.add_argument(
         "--dataset-path",
         type=expand,
-        help="JSONL file: objects with prompt, turns, messages or prompt_token_ids, and max_tokens if they like. When "
-        "it ends it begins anew. By default prompts are random token ids.",
+        help="JSONL file of objects with prompt, turns, messages or prompt_token_ids, and optionally max_tokens. At "
+        "its end it is read again from the start. By default prompts are random token ids.",
     )
     tokens = whole_number(1, 1 << 20)
     group.add_argument("--random-input-len", type=tokens, default=128, help="Tokens of a random prompt. Default: 128.")
     group.add_argument(
-        "--random-output-len", type=tokens, default=128, help="Most tokens of an answer, with a file too. Default: 128."
+        "--random-output-len",
+        type=tokens,
+        default=128,
+        help="Most tokens of an answer, also with --dataset-path. Default: 128.",
     )
     group.add_argument(
         "--random-range-ratio",
         type=number(0, 0.999),
         default=0.0,
-        help="Lengths are drawn from this share below to this share above. Default: 0.",
+        help="Random lengths differ by up to this share, up or down. Default: 0.",
     )
     group.add_argument(
         "--random-vocab-size",
         type=whole_number(1, 1 << 24),
         default=10000,
-        help="Random ids are below this, and above 255 where it is over 512. Default: 10000.",
+        help="Random token ids are below this number, and above 255 if it is over 512. Default: 10000.",
     )
-    group.add_argument("--raw", action="store_true", help="Over gRPC, send texts as they are and not as a user's turn.")
+    group.add_argument("--raw", action="store_true", help="Over gRPC, send texts as they are, not as a user's turn.")
 
     group = parser.add_argument_group("the answers")
-    group.add_argument("--temperature", type=number(0, 2), default=0.0, help="Default: 0, greedy.")
+    group.add_argument(
+        "--temperature", type=number(0, 2), default=0.0, help="Sampling temperature. Default: 0, greedy."
+    )
     group.add_argument("--top-p", type=number(1e-6, 1), help="By default, the server's.")
     group.add_argument("--top-k", type=whole_number(0, 1 << 24), help="By default, the server's.")
-    group.add_argument("--sampling-seed", type=whole_number(0, MAX_SEED), help="Of every request; by default none.")
-    group.add_argument("--ignore-eos", action="store_true", help="Answers go on to their most tokens.")
+    group.add_argument("--sampling-seed", type=whole_number(0, MAX_SEED), help="Seed of every request. Default: none.")
+    group.add_argument("--ignore-eos", action="store_true", help="Continue every answer to its most tokens.")
     group.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
 
     group = parser.add_argument_group("the report")
-    group.add_argument("--out", type=expand, help="JSON file to write.")
-    group.add_argument("--plot", type=expand, help="Image to draw; needs matplotlib.")
+    group.add_argument("--out", type=expand, help="JSON file to write the report to.")
+    group.add_argument("--plot", type=expand, help="Image file for a plot; needs matplotlib.")
     group.add_argument("--label", default="gateway", help="First words of each case: model, drafter, mode.")
-    group.add_argument("--device-name", default="", help="What the services run on; by default this processor.")
-    group.add_argument("--save-detailed", action="store_true", help="Write every request's figures into --out, too.")
+    group.add_argument(
+        "--device-name", default="", help="Name of the device that the services run on. Default: this processor."
+    )
+    group.add_argument("--save-detailed", action="store_true", help="Also write every request's figures to --out.")
 
 
 def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:

@@ -15,9 +15,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         type=expand,
         help="A folder with config.json and .bin weights (a model or draft head), or a .pt or .bin file of token ids.",
     )
-    parser.add_argument(
-        "out", type=expand, help="The folder to make, or for token ids the .json file; it must not exist."
-    )
+    parser.add_argument("out", type=expand, help="Folder to make, or .json file for token ids; it must not exist.")
 
 
 def run(arguments: argparse.Namespace) -> int:

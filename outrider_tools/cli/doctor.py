@@ -52,14 +52,15 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--running",
         action="store_true",
-        help="The services should run, as outrider up runs them here or at the addresses given: one that does not "
-        "answer is a problem, a port that it has is none.",
+        help="Expect the services to run, as outrider up runs them here or at the addresses given: one that does not "
+        "answer is a problem, a port that it uses is none.",
     )
+    parser.add_argument("--skip-models", action="store_true", help="Skip models and GPUs, which take seconds to check.")
     parser.add_argument(
-        "--skip-models", action="store_true", help="Look at neither models nor GPUs, which takes seconds."
-    )
-    parser.add_argument(
-        "--timeout", type=number(0.05, 3600), default=3.0, help="Seconds that a service may take. Default: 3."
+        "--timeout",
+        type=number(0.05, 3600),
+        default=3.0,
+        help="Seconds to wait for an answer of a service. Default: 3.",
     )
     add_connect_tls_options(parser)
     for name, who in (("verify", "the gateway"), ("draft", "verify")):

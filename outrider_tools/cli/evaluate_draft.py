@@ -31,45 +31,60 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         type=str.upper,
         choices=ALGORITHMS,
-        help="What it is, in the words of --speculative-algorithm. Default: told by its tensors.",
+        help="Kind of the drafter, as named by --speculative-algorithm. Default: as its tensors tell.",
     )
     parser.add_argument(
         "--prompts",
         required=True,
         type=expand,
-        help="JSONL of questions: prompt or turns, and a category if there is one.",
+        help="JSONL file of questions: prompt or turns, and optionally a category.",
     )
     parser.add_argument(
         "--system",
         action="append",
         default=[],
         metavar="TEXT",
-        help="Also ask behind this system message; empty for none. May be repeated.",
+        help="Also ask after this system message; empty: none. May be repeated.",
     )
     parser.add_argument(
-        "--raw", action="store_true", help="Also ask without a chat: the target goes on with the question."
+        "--raw", action="store_true", help="Also ask without a chat: the target continues the question."
     )
-    parser.add_argument("--limit", type=whole_number(1, 10**9), help="Take so many questions, spread over the file.")
+    parser.add_argument("--limit", type=whole_number(1, 10**9), help="Use this many questions, spread over the file.")
     parser.add_argument(
-        "--temperature", type=number(0, 100), nargs="+", default=[0.0, 1.0], help="One or several. Default: 0 1."
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=whole_number(1, 10**6), default=256, help="Of an answer. Default: 256."
-    )
-    parser.add_argument("--nodes", type=whole_number(1, 1024), default=32, help="Of a tree. Default: 32.")
-    parser.add_argument("--depth", type=whole_number(1, 64), default=8, help="Of chains and trees. Default: 8.")
-    parser.add_argument("--branching", type=whole_number(1, 64), default=8, help="Children of a node. Default: 8.")
-    parser.add_argument("--num-rows", type=whole_number(1, 65536), default=256, help="Answers at once. Default: 256.")
-    parser.add_argument(
-        "--seed", type=whole_number(0, 2**62), default=0, help="Of the first answer; the others follow. Default: 0."
+        "--temperature",
+        type=number(0, 100),
+        nargs="+",
+        default=[0.0, 1.0],
+        help="One or several temperatures. Default: 0 1.",
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="Default: auto, a GPU if there is one."
+        "--max-new-tokens", type=whole_number(1, 10**6), default=256, help="Most tokens of an answer. Default: 256."
+    )
+    parser.add_argument("--nodes", type=whole_number(1, 1024), default=32, help="Nodes of a tree. Default: 32.")
+    parser.add_argument("--depth", type=whole_number(1, 64), default=8, help="Depth of chains and trees. Default: 8.")
+    parser.add_argument("--branching", type=whole_number(1, 64), default=8, help="Most children of a node. Default: 8.")
+    parser.add_argument(
+        "--num-rows", type=whole_number(1, 65536), default=256, help="Answers generated at once. Default: 256."
     )
     parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="Default: bfloat16 on a GPU."
+        "--seed",
+        type=whole_number(0, 2**62),
+        default=0,
+        help="Seed of the first answer; the others follow from it. Default: 0.",
     )
-    parser.add_argument("--json", type=expand, help="Write everything to this file.")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="Device to compute on. Default: auto, a GPU if there is one.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="Number format. Default: bfloat16 on a GPU.",
+    )
+    parser.add_argument("--json", type=expand, help="JSON file to write everything to.")
 
 
 def run(arguments: argparse.Namespace) -> int:

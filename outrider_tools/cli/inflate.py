@@ -31,25 +31,29 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"{', '.join(SHAPES)}, any of them with changes (llama-1b,layers=30), or all sizes (hidden=640,...).",
     )
-    parser.add_argument("--out", type=expand, help="The folder to make; it must not exist.")
-    parser.add_argument("--draft", help="A head of the source, of any kind: a folder or hub id.")
-    parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
+    parser.add_argument("--out", type=expand, help="Folder to make; it must not exist.")
+    parser.add_argument("--draft", help="A head of any kind for the source: a folder or hub id.")
+    parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head with random weights instead.")
     parser.add_argument(
-        "--draft-vocab-size", type=whole_number(1, 1 << 24), help="Of a random head. Default: 32000, or the target's."
+        "--draft-vocab-size",
+        type=whole_number(1, 1 << 24),
+        help="Vocabulary of a random head. Default: 32000, or the target's.",
     )
-    parser.add_argument("--draft-out", type=expand, help="The head's folder to make; with it --out may be left out.")
+    parser.add_argument("--draft-out", type=expand, help="Folder to make for the head; --out is then optional.")
     parser.add_argument(
-        "--seed", type=whole_number(0, (1 << 31) - 1), default=0, help="Of the random filling. Default: 0."
+        "--seed", type=whole_number(0, (1 << 31) - 1), default=0, help="Seed of the random filling. Default: 0."
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Of the weights. Default: bfloat16.")
     parser.add_argument(
-        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest weight file, in GB. Default: 2."
+        "--dtype", choices=DTYPES, default="bfloat16", help="Number format of the weights. Default: bfloat16."
+    )
+    parser.add_argument(
+        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest size of a weight file, in GB. Default: 2."
     )
     parser.add_argument(
         "--vocab-size", type=whole_number(1, 1 << 24), help="Pad the vocabulary with tokens that are never chosen."
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What fills and checks. Default: auto."
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="Device that fills and checks. Default: auto."
     )
     parser.add_argument(
         "--check",

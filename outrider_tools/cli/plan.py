@@ -298,14 +298,17 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--gpu", metavar="NAME", help=f"Memory and bandwidth of a known GPU: {', '.join(GPUS)}.")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="Memory of the GPU, like 80GiB.")
-    parser.add_argument("--bandwidth", metavar="SIZE", help="Bytes of its memory that it reads a second, like 3.35TB.")
+    parser.add_argument(
+        "--bandwidth", metavar="SIZE", help="Memory bandwidth of the GPU in bytes per second, like 3.35TB."
+    )
     parser.add_argument(
         "--request-tokens",
         type=whole_number(1, 1 << 30),
-        help="Prompt and output of a request; how many such fit. Default: the longest that may be.",
+        help="Tokens of a request's prompt and output, to show how many such requests fit. Default: the longest "
+        "allowed.",
     )
     parser.add_argument(
-        "--same-gpu", action="store_true", help="A remote draft model is on verify's GPU, in a process of its own."
+        "--same-gpu", action="store_true", help="A remote draft model runs on verify's GPU, in a process of its own."
     )
     parser.add_argument("--json", action="store_true", help="Print the figures as JSON, in bytes and seconds.")
     add_service_options(parser)

@@ -20,26 +20,27 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"The source: a name or folder. Default: {DEFAULT_MODEL}."
     )
-    parser.add_argument("--format", choices=FORMATS, required=True, help="How weights are stored.")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="Format of the stored weights.")
     parser.add_argument(
         "--group-size",
         type=int,
         choices=(16, 32, 64, 128),
-        help=f"Weights that share a scale, of {', '.join(GROUPED)}. Default: 128.",
+        help=f"Weights that share a scale, for {', '.join(GROUPED)}. Default: 128.",
     )
-    parser.add_argument("--out", type=expand, required=True, help="The folder to make; it must not exist.")
+    parser.add_argument("--out", type=expand, required=True, help="Folder to make; it must not exist.")
     parser.add_argument(
         "--calibration",
         default="own",
         metavar="TEXT",
-        help="A text file that the model reads, so that errors of rounding make up for each other as in its products; "
-        "own: what it writes by itself; none: round to the nearest, in a tenth of the time. Default: own.",
+        help="Text file for calibration, so that rounding errors cancel out in the products that the model computes on "
+        "it; own: text that the model writes itself; none: round to nearest, in a tenth of the time. Default: "
+        "own.",
     )
     parser.add_argument(
-        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest weight file, in GB. Default: 2."
+        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest size of a weight file, in GB. Default: 2."
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What computes. Default: auto."
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="Device to compute on. Default: auto."
     )
 
 

@@ -230,10 +230,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=number(0.05, 3600), default=2.0, help="Seconds between two readings. Default: 2."
     )
-    parser.add_argument("--once", action="store_true", help="Read twice, print once, end.")
-    parser.add_argument("--count", type=whole_number(1, 1 << 30), help="End after so many.")
+    parser.add_argument("--once", action="store_true", help="Read twice, print once, and end.")
+    parser.add_argument("--count", type=whole_number(1, 1 << 30), help="End after this many readings.")
     parser.add_argument(
-        "--api-key-file", type=expand, help="File with the gateway's API key; by default $OUTRIDER_API_KEY."
+        "--api-key-file", type=expand, help="File with the gateway's API key. Default: $OUTRIDER_API_KEY."
     )
     parser.add_argument("--connect", action=_NoConnect, help=argparse.SUPPRESS)
     add_connect_tls_options(parser, "--tls")

@@ -39,27 +39,32 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--model", default=DEFAULT_MODEL, help=f"The target: a name or folder. Default: {DEFAULT_MODEL}."
     )
     parser.add_argument(
-        "--out", required=True, type=expand, help="The drafter's folder; an interrupted run is taken up."
+        "--out", required=True, type=expand, help="Folder of the drafter; an interrupted run is continued."
     )
     parser.add_argument(
         "--algorithm",
         type=str.upper,
         choices=ALGORITHMS,
         default="EAGLE3",
-        help="What to train, in the words of --speculative-algorithm. Default: EAGLE3.",
+        help="Kind of drafter to train, as named by --speculative-algorithm. Default: EAGLE3.",
     )
     _add_flags(parser.add_argument_group("text"))
     training = parser.add_argument_group("training")
     _add_flags(training)
     training.add_argument(
-        "--gpus", type=whole_number(1, 64), help="Processes, one a GPU. Default: all that are visible; 1 on a CPU."
+        "--gpus",
+        type=whole_number(1, 64),
+        help="Number of processes, one per GPU. Default: one for each visible GPU; 1 on a CPU.",
     )
     _add_flags(parser.add_argument_group("drafter"))
-    parser.add_argument("--seed", type=whole_number(0, 2**31), default=0, help="Of everything drawn. Default: 0.")
+    parser.add_argument("--seed", type=whole_number(0, 2**31), default=0, help="Seed of everything random. Default: 0.")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="Default: auto, a GPU if there is one."
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="Device to compute on. Default: auto, a GPU if there is one.",
     )
-    parser.add_argument("--smoke", action="store_true", help="A tiny run that only shows that all of it works.")
+    parser.add_argument("--smoke", action="store_true", help="Make a tiny run that only shows that everything works.")
 
 
 def _add_flags(group: Any) -> None:

@@ -35,24 +35,26 @@ def _layers(text: str) -> tuple[int, ...]:
 class TrainerOptions:
     """How a drafter is trained. `steps` 0 fits as many as `minutes` allow, by the speed of the first ones."""
 
-    steps: int = flag(0, "Training steps; instead of --minutes.", type=whole_number(1, 10**8))
-    minutes: float = flag(2.0, "Minutes of training, text apart. Default: 2.", type=_MINUTES)
-    batch_tokens: int = flag(16384, "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7))
+    steps: int = flag(0, "Training steps, instead of --minutes.", type=whole_number(1, 10**8))
+    minutes: float = flag(2.0, "Minutes of training, not counting text. Default: 2.", type=_MINUTES)
+    batch_tokens: int = flag(16384, "Tokens per step on each GPU. Default: 16384.", type=whole_number(64, 10**7))
     unroll: int = flag(
-        8, "Steps on own features; of DFLASH and DSPARK the places of a block. Default: 8.", type=whole_number(1, 32)
+        8, "Steps on own features; for DFLASH and DSPARK, positions of a block. Default: 8.", type=whole_number(1, 32)
     )
     hit_weight: float = flag(
         0.0,
-        "EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
-        "0 to 1. Default: 0.",
+        "EAGLE3: share of the hit loss, which aims at answers sampled at temperature 1; the rest is cross-entropy. "
+        "Default: 0.",
         type=_SHARE,
     )
     cuts: float = flag(
         0.25,
-        "Heads: share of texts that are read in two parts, the second as if nothing stood before it. Default: 0.25.",
+        "Heads: share of texts that are read in two parts, the second as if nothing came before it. Default: 0.25.",
         type=_SHARE,
     )
-    decay: float = flag(1.0, "Weight of such a step against the one before. Default: 1.", type=number(0, 100))
+    decay: float = flag(
+        1.0, "Weight of each step on own features relative to the one before. Default: 1.", type=number(0, 100)
+    )
     learning_rate: float = flag(1e-3, "Peak learning rate. Default: 0.001.", type=_RATE)
     """AdamW's rate for weights that begin at random."""
     optimizer: str = flag("muon", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
@@ -95,13 +97,13 @@ class CorpusOptions:
     """First words come from `prompts.OPENINGS`, so that questions are of many kinds."""
     beginnings: float = flag(
         0.5,
-        "Share of texts behind another system message than the chat template's, behind none, or without a chat. "
-        "Default: 0.5.",
+        "Share of texts with a system message other than the chat template's, with none, or without a chat. Default: "
+        "0.5.",
         type=_SHARE,
     )
     temperatures: tuple[float, ...] = flag(
         (0.0, 0.0, 0.8, 1.0),
-        "Answers take these in turn. Default: 0,0,0.8,1.",
+        "Temperatures that answers use in turn. Default: 0,0,0.8,1.",
         type=lambda text: tuple(map(number(0, 100), text.split(","))),
     )
     text_minutes: float = flag(0.0, "Bound on questions, and on answers. Default: none.", type=_MINUTES)
@@ -135,43 +137,46 @@ class RunOptions:
     algorithm: str = "EAGLE3"
     """One of ALGORITHMS."""
     prompts: Path | None = flag(
-        None, "JSONL of questions to train on, beside those it invents.", group="text", type=expand
+        None, "JSONL file of questions to train on, besides the invented ones.", group="text", type=expand
     )
     eval_prompts: Path | None = flag(
-        None, "JSONL of questions to evaluate with; never trained on.", group="text", type=expand
+        None, "JSONL file of questions to evaluate with; never trained on.", group="text", type=expand
     )
     text: Path | None = flag(
-        None, "Take the text that an earlier run left in this --out; make none.", group="text", type=expand
+        None, "Folder (--out) of an earlier run whose text is used; no text is generated.", group="text", type=expand
     )
     init_from: Path | None = flag(
-        None, "EAGLE3: begin as this head of the same target, a folder or hub id, with its sizes and vocabulary."
+        None, "EAGLE3: start from this head of the same target, a folder or hub id, with its sizes and vocabulary."
     )
     draft_vocab_size: int = flag(
         0,
-        "EAGLE3, DFLASH, DSPARK: tokens that it may guess. Default: 8192, or as --init-from.",
+        "EAGLE3, DFLASH, DSPARK: number of tokens that the head may guess. Default: 8192, or that of --init-from.",
         type=whole_number(1, 10**6),
     )
     intermediate_size: int = flag(
         0,
-        "EAGLE3, DFLASH, DSPARK: width of its MLP. Default: the target's, or as --init-from.",
+        "EAGLE3, DFLASH, DSPARK: width of the head's MLP. Default: the target's, or that of --init-from.",
         type=whole_number(0, 10**6),
     )
     feature_layers: tuple[int, ...] = flag(
-        (), "EAGLE3, DFLASH, DSPARK: layers whose input it reads, as in 2,15,27 (30's default).", type=_layers
+        (),
+        "EAGLE3, DFLASH, DSPARK: target layers whose input the head reads, such as 2,15,27 (the default for 30 "
+        "layers).",
+        type=_layers,
     )
     own_feature_weight: float | None = flag(
         None,
-        "EAGLE, NEXTN: weight of the distance to the target's features in the loss. Default: EAGLE 0.5, NEXTN 0.",
+        "EAGLE, NEXTN: weight in the loss of the distance to the target's features. Default: EAGLE 0.5, NEXTN 0.",
         type=number(0, 1e6),
     )
     """None takes the default of the kind of drafter."""
     layers: int = flag(
-        0, "STANDALONE, DFLASH, DSPARK: its layers. Default: 4, of a block head 2.", type=whole_number(1, 1000)
+        0, "STANDALONE, DFLASH, DSPARK: number of layers. Default: 4, for a block head 2.", type=whole_number(1, 1000)
     )
-    markov_rank: int = flag(32, "DSPARK: width of its sequential part. Default: 32.", type=whole_number(1, 4096))
+    markov_rank: int = flag(32, "DSPARK: width of the head's sequential part. Default: 32.", type=whole_number(1, 4096))
     hidden: int = flag(
         0,
-        "STANDALONE: its hidden size; the target's heads keep their size. Default: the target's.",
+        "STANDALONE: hidden size; attention heads keep the target's size. Default: the target's.",
         type=whole_number(0, 10**6),
     )
     eval_new_tokens: int = 256

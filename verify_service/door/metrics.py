@@ -65,47 +65,50 @@ class VerifyMetrics:
         self._rounds = counter("rounds", "Rounds run.")
         self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
         self._gap_seconds = histogram(
-            "host_gap_seconds", "Time between two rounds with the device idle, waits for drafts aside.", _GAP_BUCKETS
+            "host_gap_seconds",
+            "Time between two rounds with the device idle, excluding waits for drafts.",
+            _GAP_BUCKETS,
         )
         self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
         self._drafting_seconds = histogram(
-            "drafting_seconds", "Time on the GPU that trees grew behind a round.", _DRAFTING_BUCKETS
+            "drafting_seconds", "GPU time of growing trees after a round.", _DRAFTING_BUCKETS
         )
         self._round_nodes = histogram("round_draft_tokens", "Tree nodes in a round.", _NODES_BUCKETS)
         self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
         self._held_rounds = counter("held_rounds", "Rounds that waited for drafts.")
         self._drafted_rounds = counter("drafted_rounds", "Rounds with requests that a draft serves.")
         self._fallback_rounds = counter(
-            "fallback_rounds", "Rounds that no draft served though drafts are configured: tokens at plain speed."
+            "fallback_rounds",
+            "Rounds without any draft although drafts are configured, at the speed of plain decoding.",
         )
         self._resting_rounds = counter(
-            "resting_rounds", "Rounds that left out the drafts of their requests since plain decoding is faster."
+            "resting_rounds", "Rounds that left out their requests' drafts because plain decoding is faster."
         )
         self._has_drafts = False
         self._hit_rounds = counter(
-            "hit_rounds", "Drafted rounds with at least half of the usual number of nodes there without waiting."
+            "hit_rounds", "Drafted rounds that, without waiting, found at least half of the usual number of nodes."
         )
         self._ready_rounds = counter(
-            "ready_rounds", "Drafted rounds with at least half of the nodes that they took there without waiting."
+            "ready_rounds", "Drafted rounds that, without waiting, found at least half of the nodes that they took."
         )
         self._ready_nodes = histogram(
-            "ready_draft_tokens", "Tree nodes there for a round without waiting, where a draft serves.", _NODES_BUCKETS
+            "ready_draft_tokens", "Tree nodes that a drafted round found without waiting.", _NODES_BUCKETS
         )
         self._hit_wait_seconds = histogram(
-            "hit_wait_seconds", "Gap before a hit round, waiting for drafts included.", _GAP_BUCKETS
+            "hit_wait_seconds", "Gap before a hit round, including waits for drafts.", _GAP_BUCKETS
         )
         self._answer_seconds = histogram(
-            "draft_answer_times_seconds", "From a commit to the draft's answer.", _ANSWER_BUCKETS
+            "draft_answer_times_seconds", "Time from a commit to the draft's answer.", _ANSWER_BUCKETS
         )
         self._usual_nodes = 0.0
         self._committed = counter("committed_tokens", "Tokens committed.")
         self._prefilled = counter("prefilled_tokens", "Tokens computed by prefill.")
         self._draft_tokens = counter("draft_tokens", "Tree nodes verified.")
         self._accepted = counter("accepted_tokens", "Draft tokens committed.")
-        self._grown_tokens = counter("colocated_draft_tokens", "Tree nodes verified that grew inside rounds.")
-        self._grown_accepted = counter("colocated_accepted_tokens", "Draft tokens committed that grew inside rounds.")
+        self._grown_tokens = counter("colocated_draft_tokens", "Verified tree nodes that grew inside rounds.")
+        self._grown_accepted = counter("colocated_accepted_tokens", "Committed draft tokens that grew inside rounds.")
         self._accepted_at = counter("accepted_tokens_per_position", "Draft tokens committed, by depth.", "position")
-        self._failed = counter("failed_requests", "Requests that a round failed.")
+        self._failed = counter("failed_requests", "Requests that failed in a round.")
         self.num_rejected = 0
         """Tree nodes that were verified but not accepted."""
         self._recent: deque[tuple[float, int]] = deque()
@@ -199,25 +202,31 @@ class _EngineState(Collector):
         for name, text, value in (
             ("running_requests", "Requests in rounds.", engine.num_running),
             ("waiting_requests", "Requests that wait for a place.", engine.num_waiting),
-            ("waiting_tokens", "Prompt tokens of requests without a token.", backlog.num_tokens),
-            ("kv_pages", "KV pages in all.", snapshot.num_pages),
+            ("waiting_tokens", "Prompt tokens of requests that have no token yet.", backlog.num_tokens),
+            ("kv_pages", "Total number of KV pages.", snapshot.num_pages),
             ("kv_pages_used", "KV pages that requests or the radix cache hold.", snapshot.num_pages_used),
-            ("tokens_per_second", "Committed tokens per second, lately.", self.metrics.tokens_per_second),
+            (
+                "tokens_per_second",
+                "Committed tokens per second over the last 5 seconds.",
+                self.metrics.tokens_per_second,
+            ),
             ("ranks", "Processes that share each layer of the target.", self.num_ranks),
             ("healthy_drafts", "Draft services connected and answering.", engine.num_healthy),
             (
                 "drafts_waiting_for_features",
-                "Draft services connected that will get features and cannot yet.",
+                "Connected draft services that will get features but cannot yet.",
                 snapshot.drafts_waiting,
             ),
-            ("graphs_pending", "CUDA graphs to capture anew before a draft gets features.", snapshot.graphs_pending),
+            ("graphs_pending", "CUDA graphs to capture again before a draft gets features.", snapshot.graphs_pending),
         ):
             yield _family(name, text, "", {"": value}, gauge=True)
         wasted = {"rejected": self.metrics.num_rejected, **snapshot.dropped}
-        yield _family("wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", "reason", wasted)
-        yield _family("declines", "Requests that drafts declined.", "reason", snapshot.declined)
+        yield _family("wasted_draft_tokens", "Draft tokens that were of no use, by reason.", "reason", wasted)
+        yield _family("declines", "Requests that drafts declined, by reason.", "reason", snapshot.declined)
         refused = {reason: backlog.refused[reason] for reason in ("requests", "tokens")}
-        yield _family("refused_requests", "Requests refused because too much waits already.", "reason", refused)
+        yield _family(
+            "refused_requests", "Requests refused because too much is already waiting, by reason.", "reason", refused
+        )
         yield _family("slow_readers", "Answers ended because they were left unread.", "", {"": backlog.slow_readers})
         yield _family("preemptions", "Requests that gave up their pages.", "", {"": snapshot.num_preemptions})
         connected = {dialer.address: dialer.state == "connected" for dialer in self.dialers}
@@ -226,7 +235,7 @@ class _EngineState(Collector):
         text = "Typical time of a draft's answer to a commit."
         yield _family("draft_answer_seconds", text, "address", answers, gauge=True)
         cost = {str(width): seconds for width, seconds in snapshot.cost.items()}
-        yield _family("round_cost_seconds", "t(M): a round of M tokens.", "tokens", cost, gauge=True)
+        yield _family("round_cost_seconds", "t(M): time of a round of M tokens.", "tokens", cost, gauge=True)
 
 
 def _family(name: str, text: str, label: str, values: Mapping[str, float], *, gauge: bool = False) -> Metric:
