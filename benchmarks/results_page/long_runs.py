@@ -19,9 +19,9 @@ FAULT_COLUMNS = (
     "what happens",
     "failed / refused / complete",
     "wrong tokens",
-    "longest stall, before and from the fault on",
-    "speed during, after",
-    "accepted again after",
+    "longest stall before the fault, from then on",
+    "speed during, after (share of before)",
+    "drafts accepted again after",
     "pages leaked",
     "services alive",
 )
@@ -52,10 +52,10 @@ def rollout_table() -> str:
     one = report("rollout_cpu")
     steps = {
         "calm": "nothing",
-        "verify_rolled": "each verify replaced",
-        "draft_rolled": "each draft replaced",
+        "verify_rolled": "each verify service replaced",
+        "draft_rolled": "each draft service replaced",
         "gateway_rolled": "each gateway replaced",
-        "verify_killed": "SIGKILL of a verify",
+        "verify_killed": "SIGKILL of a verify service",
         "calm_again": "nothing",
     }
     titles = {match[1]: row.case for row in one.rows if (match := re.search(r" rollout (\w+) ", row.case))}
@@ -72,7 +72,7 @@ def rollout_table() -> str:
     ]
     head = (
         "what happens",
-        "for",
+        "duration",
         "gRPC: failed / refused / complete",
         "REST: failed / complete",
         "wrong",
@@ -130,11 +130,11 @@ def containers_table() -> str:
     head = (
         "profile, door",
         "verify healthy after",
-        "draft runs: tokens/s (accept length)",
+        "draft running: tokens/s (accept length)",
         "draft dead",
-        "draft is back",
+        "draft back",
     )
-    return "\n\n".join([*sources, table((*head, "distinct texts, all answers"), lines)])
+    return "\n\n".join([*sources, table((*head, "distinct texts among all answers"), lines)])
 
 
 def load_table() -> str:
@@ -152,6 +152,6 @@ def load_table() -> str:
     rise = (f"{name} {one(case, f'{name}_second_half_rise_mib'):+.0f} MiB" for name in ("verify", "draft", "gateway"))
     text = (
         f"{one(case, 'requests'):,.0f} answers, {one(case, 'failed'):.0f} failed, {one(case):.0f} tokens/s, "
-        f"accept length {one(case, 'accept_length'):.2f}. Memory over the second half: {', '.join(rise)}."
+        f"accept length {one(case, 'accept_length'):.2f}. Memory growth in the second half: {', '.join(rise)}."
     )
     return f"{one.source()}\n\n{text}\n\n{table(('ms', *ends), lines)}"

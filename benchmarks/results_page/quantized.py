@@ -46,7 +46,7 @@ def text_table() -> str:
                 f"({one(case, 'same_likeliest_token'):.0%})"
             )
         lines.append((words, *cells))
-    head = ("format", "rounded to the nearest", "calibrated by the model's own text")
+    head = ("format", "rounded to nearest", "calibrated with the model's own text")
     aims = [
         (
             "perplexity of fp8 over unquantized",
@@ -95,15 +95,16 @@ def engine_table() -> str:
         ("16 requests, fp8", "at least", 1.4, [("", one(f"{_case(16, 16)} fp8", over))]),
         ("64 requests, fp8", "at least", 1.25, [("", one(f"{_case(64, 64)} fp8", over))]),
         (
-            "round of 32 tree tokens over its bare products",
+            "round of 32 tree tokens, ratio to its bare products",
             "at most",
             1.25,
             [(FORMATS[label], one(f"{_case(1, 32)} {label}", "round_gpu_over_gemm")) for label in ("fp8", "int4")],
         ),
     ]
     return (
-        f"{one.source()}\n\nMilliseconds of a round, and in brackets over the bare products of the same weights:\n\n"
-        f"{rounds}\n\nPlain decoding, and in brackets over bf16's:\n\n{speeds}\n\n{targets(aims)}"
+        f"{one.source()}\n\nMilliseconds per round, and in brackets the ratio to the bare products with the same "
+        f"weights:\n\n{rounds}\n\nPlain decoding in tokens/s, and in brackets the ratio to bf16:\n\n"
+        f"{speeds}\n\n{targets(aims)}"
     )
 
 
@@ -116,7 +117,7 @@ def long_table() -> str:
             case, fit = f"llama-8b {LONG}{kv} {label}", f"llama-8b ctx16k{kv} {label}"
             figures = (f"{one(case):,.0f}", one.cell(case, "round_gpu_ms"), one.cell(fit, "requests_that_fit", ".0f"))
             lines.append((label, name, *figures))
-    return table(("weights", "KV", "tokens/s", "round, ms", "such requests that fit in 88 % of 80 GB"), lines)
+    return table(("weights", "KV", "tokens/s", "round, ms", "requests that fit in 88 % of 80 GB"), lines)
 
 
 def deterministic_table() -> str:
@@ -153,7 +154,7 @@ def spec_table() -> str:
         lines.append((words, *(f"{value:.0f}" for value in found.values()), f"{ratio:.2f}", " / ".join(accept)))
         if words != "none":
             ratios.append((words, ratio))
-    head = ("draft, inside rounds", "fp8, tokens/s", "bf16, tokens/s", "ratio", "accept length, fp8 / bf16")
+    head = ("draft (inside rounds)", "fp8, tokens/s", "bf16, tokens/s", "ratio", "accept length, fp8 / bf16")
     aims = [("fp8 over bf16 with drafts", "at least", 1.3, ratios)]
     return f"{report(SPEC['fp8']).source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
 
@@ -182,12 +183,12 @@ def experts_table() -> str:
         "batch",
         "plain, tokens/s",
         "round, ms",
-        "its bytes, ms",
+        "reading its weights, ms",
         "draft, tokens/s",
-        "over plain",
+        "speedup over plain",
         "accept length",
     )
-    aims = [("draft over plain, by format and batch", "at least", 0.98, over)]
+    aims = [("speedup of the draft over plain, by format and batch", "at least", 0.98, over)]
     return "\n\n".join((*sources, table(head, lines), targets(aims)))
 
 

@@ -103,9 +103,9 @@ NAIVE = {
 }
 COLOCATED_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
-    "over plain": ("speedup_over_plain", ".2f"),
+    "speedup over plain": ("speedup_over_plain", ".2f"),
     "accept length": ("accept_length", ".2f"),
-    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "draft tokens per round": ("draft_tokens_per_round", ".1f"),
     "from round to round, ms": ("round_wall_ms", ".2f"),
     "verify on the GPU, ms": ("round_gpu_ms", ".2f"),
     "drafting, ms": ("drafting_gpu_ms", ".2f"),
@@ -113,10 +113,10 @@ COLOCATED_COLUMNS = {
 }
 PLACEMENT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
-    "over plain": ("speedup_over_plain", ".2f"),
+    "speedup over plain": ("speedup_over_plain", ".2f"),
     "accept length": ("accept_length", ".2f"),
-    "over lockstep's": ("accept_over_lockstep", ".2f"),
-    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "accept length over lockstep's": ("accept_over_lockstep", ".2f"),
+    "draft tokens per round": ("draft_tokens_per_round", ".1f"),
     "from round to round, ms": ("round_wall_ms", ".2f"),
     "verify on the GPU, ms": ("round_gpu_ms", ".2f"),
     "GPU idle, ms": ("host_gap_ms", ".3f"),
@@ -138,17 +138,17 @@ ACCEPT_NGRAM = {
 ACCEPT_COLUMNS = {"rounds": ("rounds", ".0f"), "accept length": ("accept_length", ".2f")}
 PAIR_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
-    "over plain": ("speedup_over_plain", ".2f"),
+    "speedup over plain": ("speedup_over_plain", ".2f"),
     "accept length": ("accept_length", ".2f"),
-    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "draft tokens per round": ("draft_tokens_per_round", ".1f"),
     "hit rate": ("hit_rate", ".2f"),
     "ready rate": ("ready_rate", ".2f"),
     "from round to round, ms": ("round_wall_ms", ".2f"),
     "on the GPU": ("round_gpu_ms", ".2f"),
     "gap": ("host_gap_ms", ".2f"),
     "hold": ("hold_ms", ".2f"),
-    "rounds held": ("held_rounds", ".2f"),
-    "answer, p50": ("draft_answer_ms_p50", ".2f"),
+    "share of rounds held": ("held_rounds", ".2f"),
+    "draft's answer, p50": ("draft_answer_ms_p50", ".2f"),
 }
 LARGE_SPLIT = {
     f"llama-70b-fp8-tp2 {how} {batch} bf16 greedy": title
@@ -162,10 +162,10 @@ LARGE_SPLIT = {
 }
 SPLIT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
-    "over plain": ("speedup_over_plain", ".2f"),
-    "over lockstep": ("speedup_over_lockstep", ".2f"),
+    "speedup over plain": ("speedup_over_plain", ".2f"),
+    "speedup over lockstep": ("speedup_over_lockstep", ".2f"),
     "accept length": ("accept_length", ".2f"),
-    "over lockstep's": ("accept_over_lockstep", ".2f"),
+    "accept length over lockstep's": ("accept_over_lockstep", ".2f"),
     "hit rate": ("hit_rate", ".2f"),
     "ready rate": ("ready_rate", ".2f"),
     "round on the GPU, ms": ("round_gpu_ms", ".2f"),
@@ -229,7 +229,7 @@ def colocated_targets() -> str:
                 [("", line("llama-8b eagle3 colocated b32 bf16 greedy", "between_rounds_us") / 1e3)],
             ),
             (
-                "over plain, 16 requests",
+                "speedup over plain, 16 requests",
                 "at least",
                 1.7,
                 [
@@ -238,7 +238,7 @@ def colocated_targets() -> str:
                 ],
             ),
             (
-                "over plain, 64 requests of 1,024 tokens",
+                "speedup over plain, 64 requests of 1,024 tokens",
                 "at least",
                 1.15,
                 [
@@ -253,19 +253,19 @@ def colocated_targets() -> str:
                 [(title, long(case, ratio)) for case, title in LONG.items() if "EAGLE-3" in title],
             ),
             (
-                "over plain, NAIVE_EAGLE, 1,024 tokens in and out, by requests",
+                "speedup over plain, NAIVE_EAGLE, 1,024 tokens in and out, by requests",
                 "at least",
                 1.1,
                 [(_batch(case), naive(case, ratio)) for case in NAIVE if "naive_eagle" in case],
             ),
             (
-                "over plain, head of random weights, by requests, H100",
+                "speedup over plain, head of random weights, by requests, H100",
                 "at least",
                 0.98,
                 [(_batch(case), useless(case, ratio)) for case in USELESS if "@random" in case],
             ),
             (
-                "over plain, temperature 1, EAGLE-3",
+                "speedup over plain, temperature 1, EAGLE-3",
                 "at least",
                 1.6,
                 [("", one("llama-8b eagle3 colocated b1 bf16 t1", ratio))],
@@ -281,8 +281,8 @@ def colocated_targets() -> str:
                 "at most",
                 45,
                 [
-                    ("kernels compiled before", start(f"{START} kernels compiled before", "engine_start_seconds")),
-                    ("the first ever", start(f"{START} kernels compiled anew", "engine_start_seconds")),
+                    ("kernels already compiled", start(f"{START} kernels compiled before", "engine_start_seconds")),
+                    ("first start", start(f"{START} kernels compiled anew", "engine_start_seconds")),
                 ],
             ),
         ]
@@ -297,7 +297,7 @@ def _batch(case: str) -> str:
 START = "llama-8b eagle3 colocated r64 bf16"
 PHASES = {
     "verify": "verification: target's forward, sampling, walk",
-    "extension": "extension of the head by the committed tokens",
+    "extension": "extension: the head over the committed tokens",
     "step": "steps of growth",
     "choice": "choice of the next nodes",
 }
@@ -319,7 +319,7 @@ def timeline_table() -> str:
         "accept_length": "accept length",
     }
     lines += [(title, *(one.cell(case, name, ",.1f") for case in cases)) for name, title in whole.items()]
-    head = ("us (of it without a kernel)", "1 request", "16", "32")
+    head = ("us (of which without a kernel)", "1 request", "16", "32")
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
@@ -332,7 +332,7 @@ def split_targets() -> str:
         return [("", one(case, metric))]
 
     def step(case: str) -> list[tuple[str, float]]:
-        return [(f"behind {place} tokens", steps(case.format(key), "draft_step_ms")) for key, place in CONTEXTS.items()]
+        return [(f"after {place} tokens", steps(case.format(key), "draft_step_ms")) for key, place in CONTEXTS.items()]
 
     over_lockstep, over_plain = "speedup_over_lockstep", "speedup_over_plain"
     both_16 = [("135M draft", one(SPLIT_16, over_plain)), ("EAGLE-3", one(EAGLE3_16, over_plain))]
@@ -341,7 +341,7 @@ def split_targets() -> str:
     return targets(
         [
             (
-                "gap and hold before a hit, over plain decoding's gap, ms",
+                "gap and hold before a hit, beyond plain decoding's gap, ms",
                 "at most",
                 0.1,
                 value(SPLIT, "hit_wait_over_plain_gap_ms"),
@@ -351,11 +351,11 @@ def split_targets() -> str:
             ("accept length over lockstep's, 135M draft", "at least", 0.88, value(SPLIT, "accept_over_lockstep")),
             ("the same, EAGLE-3", "at least", 0.88, value(EAGLE3, "accept_over_lockstep")),
             ("tokens/s, 135M draft (2.5 times SGLang's 286)", "at least", 715, value(SPLIT, "tokens_per_second")),
-            ("speed over plain, batch 16, 135M draft", "at least", 1.8, both_16[:1]),
-            ("speed over plain, batch 16", "at least", 0.98, both_16),
-            ("speed over lockstep, 135M draft", "at least", 1.4, value(SPLIT, over_lockstep)),
+            ("speedup over plain, batch 16, 135M draft", "at least", 1.8, both_16[:1]),
+            ("speedup over plain, batch 16", "at least", 0.98, both_16),
+            ("speedup over lockstep, 135M draft", "at least", 1.4, value(SPLIT, over_lockstep)),
             ("the same, EAGLE-3", "at least", 1.4, value(EAGLE3, over_lockstep)),
-            ("speed over plain, head of random weights", "at least", 0.95, [("", random(RANDOM, over_plain))]),
+            ("speedup over plain, head of random weights", "at least", 0.95, [("", random(RANDOM, over_plain))]),
             (steps_of[0], "at most", 0.6, step(draft_case)),
             (steps_of[1], "at most", 0.35, step(head_case)),
         ]
@@ -381,7 +381,7 @@ def step_table() -> str:
                     for count in STEP_NODES
                 ]
                 lines.append((title, str(batch), place, *cells))
-    head = ("ms a step", "requests", "context", *(f"{count} nodes" for count in STEP_NODES))
+    head = ("ms per step", "requests", "context", *(f"{count} nodes" for count in STEP_NODES))
     return f"{one.source()}\n\n{table(head, lines)}"
 
 

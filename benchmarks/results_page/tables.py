@@ -58,14 +58,14 @@ def mt_table() -> str:
     """Return the table of the default against plain decoding: all questions, then by kind."""
     one = report(MT_BENCH)
     ratio, accept = (one.cell(MT_INSIDE, metric) for metric in ("speedup_over_plain", "accept_length"))
-    speeds = f"{one(MT_INSIDE):.1f} tokens/s for {one(MT_PLAIN):.1f}"
+    speeds = f"{one(MT_INSIDE):.1f} tokens/s against {one(MT_PLAIN):.1f}"
     found = f"**{ratio} times plain decoding**: {speeds}, accept length {accept}."
     lines = []
     for kind in KINDS:
         plain, default = f"{MT_PLAIN} {kind}", f"{MT_INSIDE} {kind}"
         ratio = one.cell(default, "speedup_over_plain")
         lines.append((kind, f"{one(plain):.1f}", f"{one(default):.1f}", ratio, one.cell(default, "accept_length")))
-    head = ("kind", "plain, tokens/s", "default, tokens/s", "over plain", "accept length")
+    head = ("kind", "plain, tokens/s", "default, tokens/s", "speedup over plain", "accept length")
     return f"{found}\n\n{one.source()}\n\n{table(head, lines)}"
 
 
@@ -85,9 +85,9 @@ def mt_runs() -> str:
         beside = (f"{other:.1f}", f"{default / other:.2f}") if other else ("", "")
         memory = f"{one(MT_INSIDE, 'resident_mib'):,.0f}"
         lines.append((f"{one.device}, {machine}", one.date, one.link, asked, *cells, *beside, memory))
-    head = ("device", "date", "run", "questions, tokens", "plain, tokens/s", "default, tokens/s", "over plain")
+    head = ("device", "date", "run", "questions, tokens", "plain, tokens/s", "default, tokens/s", "speedup over plain")
     return table(
-        (*head, "accept length", "llama.cpp, tokens/s", "default over it", "memory of all services, MiB"), lines
+        (*head, "accept length", "llama.cpp, tokens/s", "default over llama.cpp", "memory of all services, MiB"), lines
     )
 
 
@@ -104,7 +104,15 @@ def ngram_table() -> str:
         lines.append(
             (title, f"{other:.1f}", f"{plain:.1f}", f"{one(ngram):.1f}", *ratios, one.cell(ngram, "accept_length"))
         )
-    head = ("prompts", "transformers", "plain", "n-grams", "over plain", "lowest prompt", "accept length")
+    head = (
+        "prompts",
+        "transformers",
+        "plain",
+        "n-grams",
+        "speedup over plain",
+        "speedup, worst prompt",
+        "accept length",
+    )
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
@@ -124,10 +132,10 @@ def engine_targets() -> str:
             ("plain decoding, batch 1, tokens/s (SGLang 0.5.17: 219)", "at least", 219, [("", plain)]),
             ("the same, aim", "at least", 241, [("", plain)]),
             ("round with 32 tree tokens, GPU ms", "at most", 5.0, [("", rounds(greedy, "round_gpu_ms"))]),
-            ("the same over its bare products", "at most", 1.15, [("", rounds(greedy, "round_gpu_over_gemm"))]),
-            ("the same, wall less GPU, ms", "at most", 0.25, [("", rounds(greedy, "host_gap_ms"))]),
+            ("the same, ratio to its bare products", "at most", 1.15, [("", rounds(greedy, "round_gpu_over_gemm"))]),
+            ("the same, wall time minus GPU time, ms", "at most", 0.25, [("", rounds(greedy, "host_gap_ms"))]),
             (
-                "64 tree tokens over 16 requests, over their bare products",
+                "64 tree tokens of 16 requests, ratio to their bare products",
                 "at most",
                 1.25,
                 [
@@ -136,7 +144,7 @@ def engine_targets() -> str:
                 ],
             ),
             (
-                "tree attention, 32 queries, 1k context, us a layer",
+                "tree attention, 32 queries, 1k context, us per layer",
                 "at most",
                 9,
                 [("", rounds(f"{TREE_32} bf16", "attention_us_per_layer"))],
@@ -172,7 +180,7 @@ def engine_rounds() -> str:
         ("GPU ms, 1k context, batch", *map(str, batches)),
         [
             ("plain", *(ms(n, n, 1024) for n in batches)),
-            ("64 tokens in all", *(ms(n, 64, 1024) for n in batches)),
+            ("64 tokens in total", *(ms(n, 64, 1024) for n in batches)),
             ("plain, tokens/s", *(f"{speed:,.0f}" for speed in speeds)),
         ],
     )
@@ -223,7 +231,7 @@ def gateway_host_table() -> str:
     lines = [
         (title, *(one.cell(f"gateway {case}", f"{part}_us", ".1f") for part in parts)) for title, case in cases.items()
     ]
-    head = ("tokens of a message", "decode, us", "text", "metrics", "encode", "all, a token")
+    head = ("tokens in a message", "decode, us", "text", "metrics", "encode", "total per token")
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
@@ -240,7 +248,13 @@ def attention_table() -> str:
         ours, theirs = (one(f"{name} {case} bf16", "attention_us_per_layer") for name in ("triton", "flashinfer"))
         plan = one(f"flashinfer {case} bf16", "attention_plan_ms")
         lines.append((title, f"{ours:,.1f}", f"{theirs:,.1f}", f"{theirs / ours:.2f}", f"{plan:.1f}"))
-    head = ("us a layer", "ours", "FlashInfer", "FlashInfer over ours", "its planning on the host, ms a round")
+    head = (
+        "us per layer",
+        "ours",
+        "FlashInfer",
+        "FlashInfer over ours",
+        "FlashInfer's planning on the host, ms per round",
+    )
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
@@ -262,8 +276,8 @@ def model_impl_table() -> str:
     sources = "\n\n".join(one.source() for one in files[:2])
     worst = [max(row.value for row in one.rows if row.metric == "transformers_over_outrider") for one in files]
     aims = [
-        ("8B shape, through transformers over ours", "at most", 1.2, [("", worst[0])]),
-        ("CPU, the same", "at most", 1.1, [("float32", worst[1]), ("bfloat16", worst[2])]),
+        ("8B shape, ratio of transformers to ours", "at most", 1.2, [("", worst[0])]),
+        ("the same on a CPU", "at most", 1.1, [("float32", worst[1]), ("bfloat16", worst[2])]),
     ]
     return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
 
@@ -283,7 +297,14 @@ def deterministic_table() -> str:
                 lines.append(
                     (f"{title}, batch {batch}, {decoding}", f"{one(exact):,.0f}", f"{one(fast):,.0f}", cost, *equal)
                 )
-    head = ("run", "deterministic, tokens/s", "without", "ratio", "equal answers, deterministic", "without")
+    head = (
+        "run",
+        "deterministic, tokens/s",
+        "default, tokens/s",
+        "ratio",
+        "equal answers, deterministic",
+        "equal answers, default",
+    )
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
@@ -306,7 +327,7 @@ def drafts_table() -> str:
     aims = targets(
         [
             ("head, tree, greedy", "at least", 3.2, [("", by_heat[0])]),
-            ("head, rate at depth 6 over depth 1, greedy", "at least", 0.85, [("", deep)]),
+            ("head, accept rate at depth 6 over depth 1, greedy", "at least", 0.85, [("", deep)]),
             ("head, tree at temperature 1 over greedy", "at least", 0.8, [("", by_heat[1] / by_heat[0])]),
         ]
     )
@@ -357,7 +378,7 @@ def readme_table() -> str:
         line("SmolLM2-135M, EAGLE-3 head and n-grams, one request", "80", cpu, MT_PLAIN, MT_INSIDE),
         line("the same on a CPU with AVX-512 and without AMX", "80", no_amx, MT_PLAIN, MT_INSIDE),
         line("8B shape, 135M draft, one request", "80", two, PLAIN, SPLIT),
-        line("the same in lockstep: draft and verify in turn", "80", two, PLAIN, LOCKSTEP),
+        line("the same in lockstep: draft and verify take turns", "80", two, PLAIN, LOCKSTEP),
         line("8B shape, 135M draft, 16 requests", "80", two, PLAIN_16, SPLIT_16),
         line("8B shape, EAGLE-3 inside the round, one request", "80", inside, plain_80, ALL_80_EAGLE3),
         line("8B shape, 135M draft inside the round, one request", "80", inside, plain_80, ALL_80_STANDALONE),

@@ -26,7 +26,7 @@ COMMANDS = {
     "up": "Start gateway, verify and, unless verify itself drafts, a draft service; run them until Ctrl-C.",
     "chat": "Talk to the model in the terminal.",
     "demo": "Start all services, stream one answer with its figures, and stop them.",
-    "health": "Check whether a service is serving; the exit code tells.",
+    "health": "Check whether a service is serving; the exit code is 0 if it is.",
     "bench": "Send load to a running gateway, and measure latency, throughput and acceptance.",
     "doctor": "Look for problems that keep the services from starting, finding each other, or being safe.",
     "plan": "Show how much GPU memory a configuration needs, from config.json alone.",

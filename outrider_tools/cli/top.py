@@ -173,35 +173,35 @@ def _ms(name: str, histogram: Histogram, share: float) -> TopFigure:
 
 
 _MEANINGS = (
-    ("p50, p99", "half of them, and 99 of 100, took at most that"),
-    ("accept length", "tokens committed in a round of a request, on average"),
-    ("accepted by depth, %", "of the same rounds, that took the first, second, ... draft token of a path"),
-    ("answers", "under way, of the most at once"),
+    ("p50, p99", "half of them, and 99 of 100, took at most this long"),
+    ("accept length", "tokens that a request commits in a round, on average"),
+    ("accepted by depth, %", "share of these rounds that accepted the first, second, ... draft token of a path"),
+    ("answers", "being generated, of the most at once"),
     ("ttft", "time to the first token"),
     ("itl", "time between two tokens"),
-    ("pages", "of the KV cache, in use"),
+    ("pages", "KV pages in use"),
     ("drafts", "healthy draft services, and drafters in verify's process"),
     ("replicas", "verify services that the gateway may send requests to"),
-    ("draining", "no new requests are taken: the service is about to end"),
-    ("hit rate", "of rounds with drafts, that had a tree without waiting"),
+    ("draining", "the service takes no new requests and is about to end"),
+    ("hit rate", "share of rounds with drafts that had a tree without waiting"),
     ("nodes/round", "draft tokens that a round verifies"),
-    ("round", "time that one takes"),
-    ("gap", "time between two rounds with nothing on the device"),
+    ("round", "time of a round"),
+    ("gap", "time between two rounds with the device idle"),
     ("gpu", "time of a round on the GPU"),
-    ("drafting", "time that drafting inside a round takes on the GPU"),
+    ("drafting", "time of drafting inside a round on the GPU"),
     ("hold", "time that rounds waited for drafts"),
     ("answer of", "a draft service: time from a commit to its nodes"),
-    ("plain rounds", "of all, that no draft served though there are drafts"),
-    ("preemptions", "requests that gave up their pages, to be computed again"),
-    ("slow readers", "answers ended because nobody read them"),
+    ("plain rounds", "share of rounds without any draft although there are drafts"),
+    ("preemptions", "requests that gave up their pages and are computed again"),
+    ("slow readers", "answers ended because they were left unread"),
     ("sessions", "verify services connected to a draft service"),
-    ("requests", "that a draft service has open"),
-    ("live nodes", "draft tokens in all its trees; nodes/s: by drafter"),
-    ("commits/s", "told by verify, and what became of the tree"),
+    ("requests", "open requests of a draft service"),
+    ("live nodes", "draft tokens in all its trees; nodes/s: growth by drafter"),
+    ("commits/s", "commits from verify, by what they did to the tree"),
     ("growth", "time of one slice of growing trees"),
-    ("burst fill", "of the places in bursts of draft steps, that were used"),
+    ("burst fill", "share of the places in bursts that were used"),
     ("declines", "requests that a draft service does not draft for"),
-    ("messages dropped", "by the draft service, as absurd or too late"),
+    ("messages dropped", "by the draft service, as invalid or too late"),
 )
 
 DEFAULT_PAGES = ("127.0.0.1:8000", "127.0.0.1:9102", "127.0.0.1:9103")
@@ -215,7 +215,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(
         [
-            "what the figures mean (rates and times are of what came between two readings):",
+            "what the figures mean (rates and times cover the time between two readings):",
             *(f"  {name:<21} {text}" for name, text in _MEANINGS),
         ]
     )

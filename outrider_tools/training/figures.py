@@ -42,8 +42,8 @@ LENGTHS = (
     f"depth {DEEP} / 1: accept rate at depth {DEEP} over that at depth 1; loops: answers that end in repetition"
 )
 RATES = (
-    "accept rate: how often the drafter's best token so many places ahead is the target's; "
-    "chains, trees that reach it: share of rounds that accept so many tokens or more"
+    "accept rate: how often the drafter's best token at this depth is the target's; "
+    "chains, trees that reach it: share of rounds that accept at least this many tokens"
 )
 """Explanation of the words in both tables."""
 

@@ -146,26 +146,25 @@ KINDS = {
     "EAGLE3": "an EAGLE-3 head (arXiv 2503.01840)",
     "EAGLE": "an EAGLE-2 head (arXiv 2406.16858)",
     "DFLASH": "a DFLASH head (arXiv 2602.06036), which guesses a block of tokens in one forward",
-    "DSPARK": "a DSPARK head, which guesses a block of tokens in one forward, and what each does to the next",
+    "DSPARK": "a DSPARK head, which guesses a block of tokens in one forward, and how each token affects the next",
     "NEXTN": "a multi-token prediction module in MiMo's layout",
-    "STANDALONE": "a small language model that learned to speak as its target",
+    "STANDALONE": "a small language model, trained to write as its target does",
 }
 # Other engines that read such a folder. Untested claims are not made.
 OTHER_ENGINES = {
     "EAGLE3": "The folder has the key names and config of public EAGLE-3 heads (`LlamaForCausalLMEagle3`), which "
-    "SGLang and vLLM read. It holds no embedding: they take the target's.",
+    "SGLang and vLLM read. It holds no embedding: these engines take the target's.",
     "EAGLE": "The folder has the key names of public EAGLE and EAGLE-2 heads, which SGLang reads as `EAGLE`. It holds "
-    "neither embedding nor output matrix: both are the target's.",
+    "neither an embedding nor an output matrix: both are taken from the target.",
     **dict.fromkeys(
         ("DFLASH", "DSPARK"),
-        "The tensors have the names of DeepSpec's heads (`Qwen3DSparkModel`), with a vocabulary of its own (`d2t`) as "
-        "in vLLM's speculators, and no embedding: it is the target's. No other engine was tried.",
+        "The tensors have the names of DeepSpec's heads (`Qwen3DSparkModel`). The head has a vocabulary of its own "
+        "(`d2t`), as in vLLM's speculators, and no embedding: it takes the target's. No other engine was tried.",
     ),
     "NEXTN": "The tensors have MiMo's names (`model.mtp_layers.0.`). Engines that serve MiMo expect them in the "
-    "checkpoint of a MiMo target; beside a target of another family, as a folder of its own, Outrider alone "
-    "reads them.",
+    "checkpoint of a MiMo target; only Outrider reads them from a folder of their own, for a target of another family.",
     "STANDALONE": "The folder is an ordinary model of its target's architecture with the target's tokenizer. Every "
-    "engine with draft models reads it, and it can be served on its own.",
+    "engine that supports draft models reads it, and it can also be served on its own.",
 }
 
 
@@ -175,7 +174,7 @@ def write_card(record: dict[str, Any], evaluations: Sequence[Evaluation], folder
     parts = [
         f"---\nlibrary_name: outrider\nbase_model: {target}\ntags:\n- speculative-decoding\n---",
         f"# {algorithm} drafter for {target}\n\nThis is {KINDS[algorithm]}, for speculative decoding of {target}. "
-        "What it guesses the target checks, so it changes speed and never the answer.",
+        "The target checks every guess, so the drafter changes the speed and never the answer.",
         "## Results\n\n" + _how_measured(record) + "\n\n" + markdown(length_table(evaluations)),
         markdown(rate_table(evaluations)),
         *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in plots),
@@ -188,14 +187,15 @@ def write_card(record: dict[str, Any], evaluations: Sequence[Evaluation], folder
 
 def _how_measured(record: dict[str, Any]) -> str:
     options, tree = record["options"], record["options"]["tree"]
-    asked = options["eval_prompts"] or "questions that the target invented and that were held back"
+    asked = options["eval_prompts"] or "questions that the target invented and that were held out from training"
     return (
-        f"On the target's own answers to {asked}, up to {options['eval_new_tokens']} tokens, end of sequence obeyed. "
-        f"*chain* and *tree* are accept lengths, accepted tokens + 1 a round, with chains of {tree['depth']} and trees "
-        f"of {tree['nodes']} nodes and depth {tree['depth']}. The *accept rate* at a depth is that of the drafter's "
-        "likeliest token at every position, with the target's tokens and the drafter's own features before it. At a "
-        "temperature above 0 both rank by the shared noise. *Loops* are answers whose last 64 tokens repeat with a "
-        "period of at most 32. `outrider evaluate-draft` measures the same."
+        f"Measured on the target's own answers to {asked}, up to {options['eval_new_tokens']} tokens, ended by the "
+        "end-of-sequence token. *chain* and *tree* are accept lengths, accepted tokens + 1 per round, with chains of "
+        f"{tree['depth']}, and with trees of {tree['nodes']} nodes and depth {tree['depth']}. The *accept rate* at a "
+        "depth is the rate at which the drafter's likeliest token is accepted, over all positions, after the target's "
+        "tokens and the drafter's own features. At a temperature above 0, target and drafter both rank tokens by the "
+        "shared noise. *Loops* are answers whose last 64 tokens repeat with a period of at most 32. "
+        "`outrider evaluate-draft` measures the same."
     )
 
 
@@ -249,13 +249,14 @@ def _rates(trainer: dict[str, Any]) -> str:
 
 def _licence(record: dict[str, Any]) -> str:
     count = record["questions_given"]
-    asked = f", and to {count} questions that it was given, whose licence is their own" if count else ""
+    asked = f" and to {count} questions that it was given, which have a licence of their own" if count else ""
     begun = record["options"].get("init_from")
-    before = f" It began as {begun}, whose own text and licence are told beside it." if begun else ""
+    before = f" Training started from {begun}, which has a text and a licence of its own." if begun else ""
     return (
-        f"The text that it learned from was written by {record['target']} itself, in answer to questions that it "
-        f"invented{asked}. No other text was used.{before} The weights derive from the target's, and begin from some "
-        "of them, so the target's licence holds for them, with what it says of a model's output and of derived works."
+        f"The drafter learned from text that {record['target']} wrote itself, in answer to questions that it "
+        f"invented{asked}. No other text was used.{before} The drafter's weights derive from the target's, and "
+        "training started from some of these, so the target's licence applies to the drafter, including its terms on a "
+        "model's output and on derived works."
     )
 
 
