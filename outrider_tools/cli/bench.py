@@ -78,7 +78,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--duration",
         type=number(0.1, 1e6),
         default=0.0,
-        help="Seconds of each point: no request begins later, and later tokens do not count for throughput.",
+        help="Seconds of each point: no request begins later, and what arrives later does not count for throughput.",
     )
     group.add_argument(
         "--max-concurrency",

@@ -131,7 +131,7 @@ def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
         f"| last loss | {record['training']['points'][-1]['loss']:.3f} |",
         f"| greedy, accept rate | {rates} |",
         f"| {chain:.2f} | {tree:.2f} |",
-        f"was written by {record['target']} itself",
+        f"learned from text that {record['target']} wrote itself",
     ):
         assert text in card
 
@@ -427,7 +427,9 @@ def test_a_run_goes_on_from_an_earlier_runs_head(
     assert record["options"]["draft_vocab_size"] == 150 and record["options"]["feature_layers"] == [1, 2, 3]
     assert record["options"]["trainer"]["hit_weight"] == 0.5
     card = (tmp_path / "README.md").read_text()
-    assert f"| begun as | {earlier.name} |" in card and f"It began as {earlier.name}, whose own text" in card
+    assert (
+        f"| begun as | {earlier.name} |" in card and f"Training started from {earlier.name}, which has a text" in card
+    )
     own, first = (load_file(folder / "model.safetensors") for folder in (tmp_path, earlier))
     assert torch.equal(own["d2t"], first["d2t"]) and not torch.equal(own["fc.weight"], first["fc.weight"])
     torch.testing.assert_close(own["fc.weight"], first["fc.weight"], rtol=0.2, atol=0.1)
