@@ -170,13 +170,13 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
-    cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted but ignored.")
     # OpenAI's agents for JavaScript repeat the other fields of an answer's message in its text part.
-    role: Literal["assistant"] | None = Field(None, description="Taken and not used.")
-    reasoning_content: Text | None = Field(None, description="Taken and not used.")
-    reasoning: Text | None = Field(None, description="Taken and not used.")
-    tool_calls: list[Any] | None = Field(None, description="Taken and not used.")
+    role: Literal["assistant"] | None = Field(None, description="Accepted but ignored.")
+    reasoning_content: Text | None = Field(None, description="Accepted but ignored.")
+    reasoning: Text | None = Field(None, description="Accepted but ignored.")
+    tool_calls: list[Any] | None = Field(None, description="Accepted but ignored.")
 
 
 Content = ContentOf[TextPart]

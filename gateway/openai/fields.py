@@ -73,7 +73,7 @@ class Only:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Name the accepted values in the JSON schema."""
-        return {"enum": [None, *self._allowed], "description": f"Taken at these values only: {self._why}."}
+        return {"enum": [None, *self._allowed], "description": f"Only these values are accepted, because {self._why}."}
 
     def _check(self, value: Any) -> Any:
         # 0 == False in Python, not in JSON.

@@ -57,15 +57,19 @@ class TrainerOptions:
     )
     learning_rate: float = flag(1e-3, "Peak learning rate. Default: 0.001.", type=_RATE)
     """AdamW's rate for weights that begin at random."""
-    optimizer: str = flag("muon", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
+    optimizer: str = flag("muon", "Optimizer of new matrices. Default: muon.", choices=OPTIMIZERS)
     """AdamW always moves weights that begin as the target's own."""
     muon_learning_rate: float = flag(5e-3, "Muon's peak learning rate. Default: 0.005.", type=_RATE)
     """Scaled by a matrix's size, so that a step moves weights about as far as a step of AdamW."""
-    average: float = flag(0.0, "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999))
+    average: float = flag(
+        0.0,
+        "Export a running average of the weights that keeps this share at each step, such as 0.999.",
+        type=number(0, 0.999999),
+    )
     """0 exports the last weights."""
-    packed: bool = flag(True, "Batches of any shape on a GPU.", action="store_false")
+    packed: bool = flag(True, "Do not pad batches to one shape on a GPU.", action="store_false")
     """Pad batches to one shape, on a GPU."""
-    compile: bool = flag(True, "Compile nothing.", action="store_false")
+    compile: bool = flag(True, "Do not compile the steps.", action="store_false")
     """Compile the parts of a step, on a GPU with batches of one shape."""
     output_share: float = 0.3
     """Relative learning rate of the output matrix and the norm before it, which begin as the target's own."""
@@ -89,11 +93,13 @@ FEATURE_WEIGHTS = {"EAGLE": 0.5}
 class CorpusOptions:
     """How much text to make, and of what kind."""
 
-    tokens: int = flag(10_000_000, "Answer tokens to make. Default: 10 million.", type=whole_number(1, 10**10))
+    tokens: int = flag(10_000_000, "Answer tokens to generate. Default: 10 million.", type=whole_number(1, 10**10))
     """There will be a few more, since answers that have begun are finished."""
-    invented: int = flag(-1, "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
+    invented: int = flag(
+        -1, "Questions that the target invents. Default: enough for --tokens.", type=whole_number(0, 10**8)
+    )
     """Questions that the target makes up. Unfinished ones and repeats are left out. -1: enough for `tokens`."""
-    opened: float = flag(0.6, "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
+    opened: float = flag(0.6, "Share of invented questions whose first words are given. Default: 0.6.", type=_SHARE)
     """First words come from `prompts.OPENINGS`, so that questions are of many kinds."""
     beginnings: float = flag(
         0.5,
@@ -106,9 +112,11 @@ class CorpusOptions:
         "Temperatures that answers use in turn. Default: 0,0,0.8,1.",
         type=lambda text: tuple(map(number(0, 100), text.split(","))),
     )
-    text_minutes: float = flag(0.0, "Bound on questions, and on answers. Default: none.", type=_MINUTES)
+    text_minutes: float = flag(
+        0.0, "Most minutes for questions, and again for answers. Default: no limit.", type=_MINUTES
+    )
     """No more questions begin after this time, and no more answers after the same time again; 0 is no limit."""
-    num_rows: int = flag(1024, "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
+    num_rows: int = flag(1024, "Conversations generated at once. Default: 1024.", type=whole_number(1, 65536))
     given_repeats: int = 1
     """Number of answers to each given question."""
     question_tokens: int = 192

@@ -228,7 +228,8 @@ class _EngineState(Collector):
             "refused_requests", "Requests refused because too much is already waiting, by reason.", "reason", refused
         )
         yield _family("slow_readers", "Answers ended because they were left unread.", "", {"": backlog.slow_readers})
-        yield _family("preemptions", "Requests that gave up their pages.", "", {"": snapshot.num_preemptions})
+        preempted = "Requests preempted for lack of KV pages; those that made way for another API key do not count."
+        yield _family("preemptions", preempted, "", {"": snapshot.num_preemptions})
         connected = {dialer.address: dialer.state == "connected" for dialer in self.dialers}
         yield _family("draft_connected", "Whether a draft is connected.", "address", connected, gauge=True)
         answers = {draft.address: draft.answer_seconds for draft in snapshot.drafts}
