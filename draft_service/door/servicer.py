@@ -212,7 +212,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) -> tuple[Hello, SessionUp]:
     """Return our Hello to a verify service, and its session, which has no number yet. Raises what `agree` raises.
 
-    If the draft model does not fit the target, only the drafters beside it that work with any target guess.
+    If the draft model does not fit the target, only those drafters guess that work with any target.
     """
     offered, parts = profile.hello, None
     line = None if offered.line is None else replace(offered.line, token=secrets.token_hex(16))

@@ -211,7 +211,7 @@ def _marked_rules(form: ToolFormat, opener: int | None, closer: int | None) -> l
 
 
 def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
-    """Return rules for calls or text: once a strict tool is named where a call begins, the rest must be its call."""
+    """Return rules for a call, a list of calls, or text: once a call names a strict tool, the rest must complete it."""
     held = {index: tool for index, tool in enumerate(tools) if tool.strict}
     ways = {
         kind: " | ".join(f"{kind}{index} ARGUMENTS WS? args{index} END" for index in held)
