@@ -71,7 +71,7 @@ class FeatureStream:
     def __init__(self, remote: RemoteFeatures, session: int) -> None:
         self.uses_ring = False
         self.broken = False
-        """Whether its ring cannot be read any more."""
+        """Whether the stream's ring cannot be read any more."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the engine has mapped the ring."""
         self._remote = remote

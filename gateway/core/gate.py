@@ -42,7 +42,7 @@ class Ticket:
 
 
 class Gate:
-    """Counts answers in the making. Used from one event loop.
+    """Counts answers in progress. Used from one event loop.
 
     A quarter of all places is kept for API keys that hold less than an even share, so that one key's flood never shuts
     out another. Clients without a key of their own share all places, first come first served.

@@ -372,7 +372,7 @@ class ClientRequest(OutputFields):
     separate_reasoning: bool = False
     """Whether reasoning is told apart from the answer to a conversation."""
     prompt_only: bool = False
-    """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
+    """Whether no answer is wanted; `max_tokens` is then 1, the least that verify commits, and that token is dropped."""
 
     @model_validator(mode="after")
     def _one_input(self) -> ClientRequest:

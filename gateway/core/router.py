@@ -66,7 +66,7 @@ class Replica:
         self.address = address
         self.state = ReplicaState.CONNECTING
         self.calls: set[grpc.aio.Call] = set()
-        """Answers in the making."""
+        """Answers in progress."""
         self.load = VerifyLoad()
         self._probe_seconds = probe_seconds
         self._channel = open_channel(
@@ -170,13 +170,13 @@ class Replica:
         raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
 
     def end_answers(self) -> None:
-        """End the answers in the making, and begin no more: they raise UnavailableError with code draining."""
+        """End the answers in progress, and begin no more: they raise UnavailableError with code draining."""
         self._ended.set()
         for call in tuple(self.calls):
             call.cancel()
 
     async def finish(self) -> None:
-        """Wait for the end of the answers in the making, then close."""
+        """Wait for the end of the answers in progress, then close."""
         await self._idle.wait()
         await self.close()
 
@@ -230,7 +230,7 @@ class Router:
         self._addresses_task = asyncio.create_task(self._follow_addresses(), name="follow addresses of verify")
 
     def end_answers(self) -> None:
-        """End the answers in the making with an error that says why."""
+        """End the answers in progress with an error that says why."""
         for replica in self._tasks:
             replica.end_answers()
 
