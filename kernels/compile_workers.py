@@ -76,7 +76,7 @@ class CompileJob(NamedTuple):
 
 def _make_launcher(source: Any) -> None:
     """Compile the launcher of a kernel with this signature, unless Triton's cache has it."""
-    # If this fails, the parent compiles the launcher. It also fails, lacking a compiled kernel, once that is done.
+    # If this fails, the parent compiles the launcher. It also fails after compiling, for lack of a compiled kernel.
     with suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
 

@@ -398,7 +398,7 @@ def attend_short(
     acc = _accumulate(to_far, far_v, acc)
     acc = _accumulate(to_own, own_v, acc)
 
-    # Rest of contexts that are not short, and of branches too deep for all splits together.
+    # The rest of contexts that are not short, and of branches too deep for all splits together.
     for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
         products = scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)

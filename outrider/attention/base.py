@@ -48,7 +48,8 @@ class TokenBatch:
 
     Attributes:
         token_ids: int64 or int32 [M].
-        positions: rotary positions, of the same shape and dtype. A tree node's follows from its depth, not its slot.
+        positions: rotary positions, of the same shape and dtype. That of a tree node follows from its depth, not from
+            its slot.
     """
 
     token_ids: Tensor

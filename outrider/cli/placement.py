@@ -122,7 +122,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
             "lower it, or give --draft-placement remote"
         )
     moved: dict[str, Any] = {name: getattr(draft, name) for name in DRAFTING}
-    # Pass n-grams on, too: on a GPU verify leaves them to the draft service, and it starts if the model cannot draft.
+    # Pass n-grams on, too: on a GPU verify leaves them to the draft service, and starts even if the model cannot draft.
     verify = replace(verify, **moved)
     if not on_gpu:
         return Placed(verify, None)

@@ -1,6 +1,6 @@
 """The open requests of all sessions, the effect of each message on them, and their grammars on the draft's side.
 
-Verify owns the truth, and masks what it samples. Here a grammar only filters guesses, and adds a token where no other
+Verify decides on tokens, and masks its samples. Here a grammar only filters guesses, and adds a token where no other
 is allowed. While a grammar is not compiled, or if the target's tokenizer is missing, all guesses go out, and verify
 drops the wrong ones.
 """

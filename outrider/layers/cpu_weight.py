@@ -77,8 +77,8 @@ class CpuWeight:
         return total
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """Return rows W^T in float32, computed by tiles without rounding in between. If there are few bits, they serve
-        any number of rows, so that a row's result does not depend on the rows beside it."""
+        """Return rows W^T in float32, computed by tiles without rounding in between. Weights of four or eight bits, if
+        there are any, serve any number of rows, so that a row's result does not depend on the rows beside it."""
         rows = rows.contiguous()
         if (packed := self.of_few) is not None:
             return tile_product(rows, packed, torch.float32)

@@ -155,7 +155,7 @@ class HostExchange(OrderedExchange):
 class PeerMailboxes:
     """A rank's mailboxes, and those of the other ranks, mapped for its device.
 
-    All ranks make the same ones in the same order. Memory that a rank has shared is never freed while the rank lives.
+    All ranks create equal mailboxes, in the same order. Memory that a rank has shared is not freed while it lives.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Linear:
         self.on_cpu: CpuWeight | None = None
 
     def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Return the weights and biases to fill, by their names in a checkpoint: stacked matrices of so many `rows`.
+        """Return the weights and biases to fill, by their names in a checkpoint: stacked matrices with these `rows`.
 
         Without `rows` there is one matrix.
         """

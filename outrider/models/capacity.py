@@ -65,7 +65,7 @@ def _left_in(cgroup: Path) -> int | None:
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Return how many cores the process may use, but no more than a container's quota of processor time pays for.
 
-    Threads beyond the quota take time from those that work: the kernel stops all of them when it is spent.
+    Threads beyond the quota take time from those that work: the kernel stops all threads when the quota is spent.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup)

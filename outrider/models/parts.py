@@ -49,7 +49,7 @@ class RopeConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), which takes precedence.
+        """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), which overrides both.
 
         Raises ConfigError for a kind that is not supported, or a field that is missing or of the wrong type.
         """
@@ -169,7 +169,7 @@ class ExpertsConfig:
     """The mixtures of experts that replace the MLP in some layers.
 
     A router's softmax chooses `num_active` of `num_experts` gated MLPs of `size` channels for each token's row and
-    weights their results; if `normed`, the weights are over the chosen experts only. With `shared_size`, one more gated
+    weights their results; if `normed`, that softmax is over the chosen experts only. With `shared_size`, one more gated
     MLP takes every row, weighted by a sigmoid. `layers` are those that have experts. `form` says how checkpoints name
     them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit` and `shift`: see
     kernels.expert_tiles.Gating.

@@ -132,7 +132,7 @@ def served_name(name: str) -> str:
 
 
 def default_cache_dir() -> Path:
-    """Return $OUTRIDER_HOME, or ~/.cache/outrider. Raises ConfigError if there is no such home."""
+    """Return $OUTRIDER_HOME, or ~/.cache/outrider. Raises ConfigError if the home directory cannot be determined."""
     try:
         return outrider_home()
     except RuntimeError:

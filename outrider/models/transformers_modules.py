@@ -213,7 +213,7 @@ class HostConstants(TorchFunctionMode):
 
 
 def _key_part(value: object) -> object:
-    """Return an argument of a copy as part of a key: for a tensor, which the result is to be like, device and dtype."""
+    """Return an argument of a copy as part of a key: of a tensor, device and dtype, which the result takes from it."""
     return (value.device, value.dtype) if isinstance(value, Tensor) else repr(value)
 
 

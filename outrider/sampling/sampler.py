@@ -61,7 +61,7 @@ Logits = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
 
 MIN_TEMPERATURE = 1e-6
-"""Temperatures between 0 and this count as this: nearer to 0 the quotient would overflow float32."""
+"""Temperatures above 0 are raised to at least this: nearer to 0 the quotient would overflow float32."""
 
 # Each shortlist holds the tokens within so many nats of the likeliest; a last one holds all.
 _SHORTLIST_NATS = (3.0, 8.0, 16.0)

@@ -36,8 +36,8 @@ class TreeMirror:
     moves `root` down. Nodes that do not hang below it are dead; they are dropped when slots run out, and the others
     move up. While committed tokens below the root are unresolved, the tree offers no nodes.
 
-    Lists rather than arrays: messages bring few nodes and rounds look at few, and a call into numpy takes as long as
-    two nodes here.
+    Lists rather than arrays: messages bring few nodes, rounds read few, and a call into numpy takes as long as two
+    nodes here.
 
     `tokens` is the request's own list of committed tokens; the engine appends to it and then calls `commit`.
 

@@ -36,8 +36,8 @@ _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
 _TURN_WIDTH = 2
 _TURN_MIN_CHANCE = 0.2
-"""A tree that verify waits for is complete once the chances of a step's nodes add up to less, however quick a step is
-(see TorchRunner)."""
+"""A tree that verify waits for is complete once the chances of a step's nodes add up to less than _TURN_MIN_CHANCE,
+however quick a step is (see TorchRunner)."""
 _BLOCK_NODES = 32
 """Nodes of a lone request's tree of a block head on a GPU: about as many as a round takes. If there were more, the ones
 left below a commit would be guesses of an old block, and a round with them brings less than waiting for a new block."""

@@ -158,7 +158,7 @@ Join = Callable[[Sequence[Any]], Any]
 """Joins consecutive parts [N, feature_size] into one; see BurstRunner.join."""
 
 _SMALL = 16
-"""A part with fewer rows is small; so many consecutive small parts are joined."""
+"""A part with fewer rows is small; this many consecutive small parts are joined."""
 
 
 class PendingFeatures:

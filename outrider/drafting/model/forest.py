@@ -55,7 +55,7 @@ class DraftForest:
         self.slots = TreeSlots(rows, shape.region)
         self.floor = max(floor, _NO_FLOOR)
         # Entries below the floor are kept, since they may pass it once the root has moved, but not if their edge alone
-        # is below it. The device shifts scores in float32, so it may run a child whose edge is just below.
+        # is below it. The device shifts scores in float32, so it may run a child whose edge is just below the floor.
         self._least_edge = self.floor - _ROUNDING
         self.roots = np.full(rows, -1, np.intp)
         self.root_positions = np.zeros(rows, np.int32)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MIN_FORCED_TOKENS = 7
 """Uncached tokens of a request that a burst can always compute: a separate forward would delay the burst."""
 _MAX_STALE_TOKENS = 6
-"""Uncached tokens without final KV at which the running burst is told to run them; about two commits bring so many."""
+"""Uncached tokens without final KV at which the running burst is told to run them; two commits bring about so many."""
 _MIN_MOVE_ALONG = 8
 """Uncached tokens to move along when others' are moved, so that no burst ends for them a few rounds later."""
 

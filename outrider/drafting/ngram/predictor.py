@@ -22,7 +22,7 @@ _NUM_COUNTS = 3
 
 _PRIOR_WEIGHT = 8.0
 _MAX_TRIES = 512.0
-"""A cell's counts are halved once it has so many tries."""
+"""A cell's counts are halved once it has this many tries."""
 _LOCAL_WEIGHT = 8.0
 _MAX_LOCAL_TRIES = 48.0
 

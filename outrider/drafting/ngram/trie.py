@@ -74,7 +74,7 @@ class Trie:
         position = self._text_start + len(self._text)
         still_open = []
         for node in self._open:
-            children: dict[int, TrieNode] = node.children  # type: ignore[assignment]  # what is open is spelled out
+            children: dict[int, TrieNode] = node.children  # type: ignore[assignment]  # open nodes are inner nodes
             child = children.pop(token, None)
             if child is None:
                 child = TrieNode(token, node.depth + 1, position)

@@ -281,7 +281,7 @@ def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
 def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
     """Return the layers whose entering residual stream the head takes.
 
-    Ids in `eagle_config` name layers by their outputs, which enter the next layer; ids beside it name what enters.
+    Ids in `eagle_config` name layers by their outputs, which enter the next layer; other ids name the entered layer.
     """
     if eagle.get(LAYER_IDS):
         layers = tuple(number + 1 for number in _ids(eagle, LAYER_IDS, minimum=-1))
