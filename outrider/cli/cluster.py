@@ -55,7 +55,7 @@ SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
 TARGET_OPTIONS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Model options that both verify and draft have; flags without a service's name set verify's."""
 # Options that the cluster sets: ready files, addresses of peers, and verify's copies of the draft model's options.
-# Users give these without a service's name, and the placement decides which service gets them.
+# Users give the latter without a service's name, and the placement decides which service gets them.
 HIDDEN = (
     {(name, "ready_file") for name in SERVICES}
     | {(name, field) for name, field, _ in LINKS}
@@ -128,7 +128,7 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
             addresses: Any = (linked[peer].address,) if peer in linked else ()
             linked[name] = replace(linked[name], **{field: addresses})
     draft, verify = linked.get("draft"), linked.get("verify")
-    # A draft that chooses its drafters must know the target; n-grams take its tokenizer for grammars, having none.
+    # A draft that chooses its drafters must know the target. For grammars, n-grams take its tokenizer: they have none.
     chosen = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
     if isinstance(draft, DraftOptions) and isinstance(verify, VerifyOptions) and chosen in (AUTO, ("NGRAM",)):
         linked["draft"] = replace(draft, target_model_path=draft.target_model_path or verify.model)
@@ -229,7 +229,7 @@ GRACE_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 FIRST_RESTART_SECONDS = 0.5
 LAST_RESTART_SECONDS = 10.0
-# If a service ran this long before it ended, the delay before its restart begins anew at the first one.
+# If a service ran this long before it ended, the delay before its restart is FIRST_RESTART_SECONDS again.
 SETTLED_SECONDS = 30.0
 
 

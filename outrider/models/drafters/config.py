@@ -330,8 +330,8 @@ def check_vocabulary(head: HeadConfig, target: int | None) -> None:
 def cut_head(head: HeadConfig, world: int, item_bytes: int) -> HeadConfig | None:
     """Return what one of `world` ranks has of a head, with `item_bytes` a number; None if rank 0 has the whole head.
 
-    A head is not cut if it cannot be divided or is faster on one rank, if it guesses blocks, because a round has one
-    forward of them, or if its residual stream is not as wide as the target's, because that is what ranks exchange.
+    A head is not cut if it cannot be divided or is faster on one rank. Nor is one that guesses blocks, because a round
+    has one forward of them, or one whose residual stream, which ranks exchange, is not as wide as the target's.
     """
     if head.block is not None or head.decoder.hidden_size != head.target_hidden_size:
         return None
