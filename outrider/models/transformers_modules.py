@@ -74,7 +74,7 @@ class AttentionHandler(ABC):
         raise NotImplementedError
 
 
-_HANDLER: ContextVar[AttentionHandler] = ContextVar("attends")
+_HANDLER: ContextVar[AttentionHandler] = ContextVar("current_handler")
 
 
 def current_handler() -> AttentionHandler:
