@@ -202,7 +202,7 @@ class OpenFeatureStream(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     session: int
     begin: FeaturesBegin
-    """Without the session's token, which the door knows."""
+    """The stream's first message, without the session's token, which the door knows."""
 
 
 FromDoor = (

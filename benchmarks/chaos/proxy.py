@@ -28,7 +28,7 @@ class Weather:
     cut: float = 0.0
     """Chance that a connection ends within a chunk: a part of it passes, the rest is lost."""
     down: bool = False
-    """Nothing passes, and no end is told."""
+    """Nothing passes, and neither end is told."""
 
 
 class Proxy:

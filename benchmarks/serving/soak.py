@@ -112,7 +112,7 @@ AT_REST = {
     "verify": ("outrider_verify_running_requests", "outrider_verify_waiting_requests", "outrider_verify_kv_pages_used"),
     "draft": ("outrider_draft_open_requests", "outrider_draft_live_nodes"),
 }
-"""Gauges that must be 0 when no request is left; a drafter may add more to the draft's, by DRAFTER_WORDS."""
+"""Gauges that must be 0 when no request is left, as must all of the draft's with a word of DRAFTER_WORDS."""
 DRAFTER_WORDS = ("used", "open", "live", "rows")
 WARM_SPELLS = 2
 """Spells until caches are full and all KV memory was used: growth after that is a leak."""

@@ -254,11 +254,11 @@ class SimulatedVerifyInbox:
         self._actor = actor
 
     def post(self, action: Action) -> None:
-        """Leave an action."""
+        """Queue an action."""
         self._actor.post(self._actor.now, lambda at: action())
 
     def take(self, timeout: float | None) -> list[Action]:
-        """See Inbox."""
+        """See VerifyInbox."""
         if timeout is not None and not self._actor.waiting():
             self._actor.wait(self._actor.now + timeout)
         now = self._actor.now

@@ -2,7 +2,7 @@
 
 One *outcome* is a root whose block is run; several are as many requests in one batch. Times are device times of a
 burst, with the choice of nodes and the proposals. For comparison, an EAGLE-3 head runs eight steps. On a GPU, heads
-have the shape of an 8B model; on a CPU that of the shipped head (two layers of a block head have as many weights).
+have the shape of an 8B model; on a CPU that of the shipped head (a block head of two layers has as many weights).
 All weights are random.
 
 python -m benchmarks.split.block_draft --layers 1 2 5 --out benchmarks/results/block_draft_h200.json

@@ -37,7 +37,7 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 _NO_OPTIONS = ("API_KEY", "HEADS", "HOME", "MODELS")
-"""Variables that other parts read (names without the prefix), and MODELS, the folder of docker/compose.yaml."""
+"""Variables that other parts read (names without the prefix), and MODELS, the folder of compose.yaml."""
 _LIKENESS = 0.8
 """Similarity of two names, 0 to 1, from which on one counts as a misspelling of the other."""
 

@@ -225,7 +225,7 @@ class _LoadDriver:
         self._next = 0
         self._begin = 0.0
         self._is_over = False
-        """Time is up: no more requests begin."""
+        """Whether time is up, so that no more requests begin."""
 
     async def run(self, tell: Callable[[LoadRun], None]) -> LoadRun:
         self._begin = time.perf_counter()

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
     try:
         drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
-    except ConfigError as error:  # named by a draft service's options
+    except ConfigError as error:  # its message names a draft service's options
         words = error.message.replace("--speculative-algorithm", "--algorithm")
         words = words.replace("--speculative-draft-model-path", "--draft")
         raise ConfigError(words if words.startswith("--") else f"--draft {arguments.draft}: {words}") from error

@@ -68,7 +68,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(group: Any) -> None:
-    """Add the options of this group to the parser; None is the value of one that is not given."""
+    """Add the options of this group to the parser. An option that is not given is None."""
     for kind, title in ((RunOptions, "drafter"), (CorpusOptions, "text"), (TrainerOptions, "training")):
         for field in fields(kind):
             how = dict(field.metadata)

@@ -296,7 +296,7 @@ class Learner:
         target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
         count = counts.sum(dtype=torch.float32)
         losses, rates = [], []
-        # Read anew for each batch: it may be computed from several parameters.
+        # Read for each batch: the matrix may be computed from several parameters.
         output = self._target_output if self._target_output is not None else self.module.output_weight
         if output is None:
             raise ValueError("a drafter that had no output matrix of its own has none of the target's")

@@ -48,7 +48,7 @@ class TargetLoss:
     def target_probs(
         self, model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor
     ) -> TargetProbs:
-        """Return the target's distribution at `hidden` [R, hidden_size]. Rows not in bool `counts` [R] get zeros.
+        """Return the target's distribution at `hidden` [R, hidden_size]. Rows with False in bool `counts` [R] get 0.
 
         `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
         tokens outside the draft vocabulary.

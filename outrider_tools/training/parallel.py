@@ -105,7 +105,7 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
 
     Rank r gets GPU r. An exception in one process ends all of them; none is left when this returns.
 
-    Raises ConfigError with a rank's own OutriderError, or saying that a rank failed.
+    Raises ConfigError with the message of a rank's OutriderError, or one that says which rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
         context = spawn(_rank, (count, device_type, folder, function, arguments), count, join=False)

@@ -275,7 +275,7 @@ class Sandbox:
         self._process: Process | None = None
 
     async def judge(self, grammar: Grammar) -> Verdict:
-        """Return a verdict, also if it takes too much time or memory. Raises InternalError if no process starts."""
+        """Return a verdict, also if the grammar takes too much time or memory. InternalError if no process starts."""
         process = await self._started()
         try:
             async with asyncio.timeout(self._seconds):

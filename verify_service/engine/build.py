@@ -189,7 +189,7 @@ def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
 def following_executor(
     options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None, link: RankLink
 ) -> CudaExecutor:
-    """Return the executor of a rank above 0, which replays rounds; `draft`: if it is cut, too. Raises ConfigError."""
+    """Return the executor of a rank above 0, which replays rounds. `draft`: None unless cut. Raises ConfigError."""
     tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, draft))
     num_pages = tokens // options.page_size
     limits = _limits(options, path, model, num_pages)

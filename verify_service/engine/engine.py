@@ -46,7 +46,7 @@ _AHEAD_SHARE = 0.5
 next round takes account of all messages that have come by then."""
 
 _DRAFT_WORK_SHARE = 0.1
-"""Part of a round's expected time that a colocated draft may take before it for work that no round waits for."""
+"""Part of a round's expected time that a colocated draft may work before the round on what no round waits for."""
 
 _MAX_DEFERRED_ACTIONS = 2
 """Most actions for each request of a round, counted as two at least, that may wait until the next round is launched.
@@ -120,7 +120,7 @@ class VerifyEngine:
         """Actions of messages that were received but not processed yet."""
         self._garbage = GarbageCollector()
         self._gaps = GapWatch()
-        # Elsewhere rounds with drafts take as long as plain ones, nodes and waits aside, which the budget accounts for.
+        # If rounds are not launched ahead, drafts only cost nodes and waits, which the budget accounts for.
         may_rest = executor.launches_ahead and growth is None and not limits.lockstep
         self._postprocessor = RoundPostprocessor(
             self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth,
@@ -282,7 +282,7 @@ class VerifyEngine:
                 break
             for state in plan.awaited:
                 state.on_wait()
-            # A draft cannot answer what it has not been told.
+            # A draft cannot answer a commit that it was not told of.
             self._postprocessor.process()
             self.drafts.tell_awaited(entry.request for entry in entries)
             self._receive_for(min(seconds, longest - waited), entries, plan.awaited)

@@ -161,7 +161,7 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
 
 
 def _needs_draft(options: VerifyOptions) -> bool:
-    """Whether a draft model that cannot draft ends the service. Ranks could not tell whether the others went on."""
+    """Whether a draft model that cannot draft ends the service, as with ranks: none could tell if others went on."""
     return options.tensor_parallel_size > 1 or not can_do_without_model(options)
 
 

@@ -193,7 +193,7 @@ class RoundDone(NamedTuple):
     batch: Batch
     results: Sequence[Result]
     commits: Sequence[RoundCommit | None]
-    """None for a request that was cancelled while the round ran."""
+    """None for a request that had ended before the round did."""
     pending: Pending
     num_tokens: int
     prefills: bool

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Nodes:
     """Tree nodes of one request in a round, parents first.
 
-    Entry i hangs below entry `parents[i]`, or below the root where that is -1. Depths count from the root, so a
+    Entry i hangs below entry `parents[i]`, or below the root if that is -1. Depths count from the root, so a
     child of the root has depth 1.
     """
 

@@ -24,7 +24,7 @@ PROBE_ROUNDS = 48
 MAX_PROBE_ROUNDS = 1024
 """Largest number of rounds from probe to probe, reached if drafting has not paid for a long time."""
 _PROBE_SHARE = 0.01
-"""Part of all time that probes may take: where many tokens cost much, as with experts, they are rarer."""
+"""Part of all time that probes may take: if many tokens cost much, as with experts, probes are rarer."""
 PROBE_LENGTH = 4
 """Length of a probe, in rounds, if nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
@@ -45,7 +45,7 @@ _LEARN_COST = 0.05
 _HYSTERESIS = 1.02
 
 _LEAST_SHARE = 8
-"""Least value of the limit on the nodes of one request among many."""
+"""Least value of the limit on the nodes of one request among many, if that many grew."""
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
 WARM_ROUNDS = 64

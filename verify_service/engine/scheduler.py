@@ -103,7 +103,7 @@ class NodePlan(NamedTuple):
     def note_end_chances(self, max_nodes: int) -> None:
         """Tell awaited requests how likely the committed path runs past the nodes that the round takes of their trees.
 
-        A round of `max_nodes` nodes has no room for deeper ones, which are less likely: there the chance counts as 0.
+        A round of `max_nodes` nodes has no room for deeper ones, which are less likely, so its chances count as 0.
         """
         if any(state.num_parts for state in self.awaited):
             has_room = self.choice.num_nodes < max_nodes

@@ -125,7 +125,7 @@ class CudaExecutor(Executor):
             options,
             self,
             self._features,
-            # Whichever backend rounds use: no other one knows tree regions.
+            # Not the backend that rounds use: only this one knows tree regions.
             TritonAttention(),
             self.rows,
             limits=self.limits,

@@ -50,7 +50,7 @@ class _Sending(NamedTuple):
     channel: FeatureChannel
     rows: StagedRows
     messages: list[Features]
-    """Without their bytes, which lie in `rows` one after the other."""
+    """Messages without their bytes, which lie in `rows` one after the other."""
 
 
 class FeatureSender:

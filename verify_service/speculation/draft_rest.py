@@ -48,7 +48,7 @@ class _Speed:
         self._tokens = self._seconds = 0.0
 
     def note(self, tokens: float, seconds: float) -> None:
-        """Take a round in which a request got so many tokens on average."""
+        """Add a round in which a request got `tokens` tokens on average."""
         self.num_rounds += 1
         keep = 1 - 1 / _MEMORY_ROUNDS
         self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
@@ -139,7 +139,7 @@ class DraftRest:
             self._begin_trial(load)
 
     def _covers(self, num_requests: int) -> bool:
-        """Whether `_load` is for so many requests, to which it is switched after some rounds with so many."""
+        """Whether `_load` is for so many requests. After some rounds with so many, this switches to their `_load`."""
         if num_requests in self._numbers:
             self._num_outside = 0
             return True

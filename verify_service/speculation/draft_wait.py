@@ -40,7 +40,7 @@ _OVERDUE_FACTOR = 1.5
 """A later part is not waited for after this many times its usual time: the draft has other work by then."""
 
 _MIN_LEFT_SHARE = 0.3
-"""Least part of its usual time that a later part is expected to take yet, even if it is due now: otherwise every round
+"""A later part is expected to take at least this part of its usual time, even if it is due now: otherwise every round
 would wait a little."""
 
 _MAX_VAIN_WAITS = 3
@@ -301,7 +301,7 @@ class DraftWaitState:
         return self.promised - before
 
     def _best_chances(self, count: int) -> tuple[list[float], float]:
-        """Return the chances of the best `count` nodes, and that of a commit past one that ends the tree."""
+        """Return the chances of the best `count` nodes, and that of a committed path past a childless one of them."""
         forest = Forest([self.mirror], [count])
         chances = list(islice(forest.best(), count))
         return chances, forest.ends(0, len(chances))

@@ -28,7 +28,7 @@ from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.replica import MAX_WRONG_LOOKS, Calibrator, DraftBackoff, DraftConnection, ReplicaHealth
 
 REOPEN_SECONDS = 1.0
-"""How long a request waits to be opened again after a draft declined it for lack of room, or lost it twice in a row."""
+"""How long a request waits to be opened again after a draft had no room for it, or had to start over twice in a row."""
 
 CONFIRM_SECONDS = 0.1
 """A replica is reset if it seems lost for this long: once is no proof, its answer may lie in a frame read in part."""
@@ -154,7 +154,7 @@ class Drafts:
             self.flush()
 
     def spec(self, request: Request) -> SpeculativeRequest | None:
-        """Return the request's tree and draft; None if it does not speculate."""
+        """Return the speculative request; None if the request does not speculate."""
         return self._requests.get(request)
 
     def admit(self, request: Request) -> None:

@@ -76,7 +76,7 @@ class AnswerTimes:
     def note(self, seconds: float) -> None:
         """Take the time of one more answer."""
         self.typical += _LEARN_RATE * (seconds - self.typical)
-        # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
+        # A quantile by stochastic steps: with steps up 19 times as large as down, 1 in 20 answers is later in the end.
         step = _LEARN_RATE * max(self.typical, 1e-4)
         self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
 
@@ -152,7 +152,7 @@ class AnswerStats:
 class ReplicaHealth:
     """How long a draft takes to acknowledge commits, in seconds, and what its answers bring.
 
-    A replica is good while it does not answer the oldest commit unusually late, and lost when nothing came back for two
+    A replica is good while its oldest unanswered commit is not unusually old, and lost when nothing came back for two
     seconds: it may be stopped, or its connection dead without notice.
     """
 
@@ -192,7 +192,7 @@ class ReplicaHealth:
         seconds = max(at - since, 0.0)
         self.unreported.append(seconds)
         self.times.note(seconds)
-        # A commit sent while this answer was under way is still unanswered, and its answer must be missed.
+        # A commit sent while this answer was under way is still unanswered: nobody else would notice a missing answer.
         if self._newest[number][0] > acked_len:
             self._unanswered[number] = self._newest[number]
         else:
