@@ -244,7 +244,7 @@ def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Success of speculation in a run. `at_depth` has the share of drafted rounds that accepted a token at a depth."""
+    """Success of speculation in a run. `at_depth`: by depth from 1, share of drafted rounds that accepted a token."""
 
     accept_length: float
     at_depth: dict[int, float]

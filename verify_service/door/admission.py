@@ -225,7 +225,7 @@ class GrammarChecker:
             await sandbox.close()
 
     def _ended(self, digest: str, check: asyncio.Task[Verdict]) -> None:
-        """Forget a check without a lasting verdict, and the oldest checks above the limit."""
+        """Forget a check without a lasting verdict, and the least recently used ones above the limit."""
         if check.cancelled() or check.exception() is not None or not check.result().lasting:
             self._checks.pop(digest, None)
         while len(self._checks) > _MAX_VERDICTS:

@@ -196,7 +196,7 @@ def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: 
 
 
 def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
-    """Return the options of the draft model inside rounds, if any. N-grams beside it are left to draft services."""
+    """Return the options of the draft model inside rounds; None without one. N-grams are left to draft services."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
     told = drafters_of_service(options.draft_model(str(path)), options.model)

@@ -67,7 +67,7 @@ class _FollowedCost:
         self.cost = measured
         self._levels = np.arange(max_steps + 1, dtype=np.float64)
         self._seconds: NDArray[np.float64] = np.array([measured.seconds(steps) for steps in range(max_steps + 1)])
-        """Average time of growth by levels; as measured at start where no round has grown as many."""
+        """Average time of growth by levels; as measured at start if no round has grown as many."""
         self._weights: NDArray[np.float64] = np.zeros(max_steps + 1)
         self._weights[[1, max_steps]] = 1.0
 
@@ -289,7 +289,7 @@ class RoundGrowth:
         return 0 if self._grown is None else self.trees.num_grown
 
     def fetch(self, entries: Sequence[Entry], allowed: Allowed) -> None:
-        """Give entries whose nodes the host masks the `allowed` nodes of the trees that were grown for them.
+        """For entries whose nodes the host masks, take the `allowed` nodes of the trees that were grown for them.
 
         This waits for the device, so it is done only if the host masks all entries; in other rounds they get no trees.
         """

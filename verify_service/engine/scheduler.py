@@ -212,7 +212,7 @@ class Scheduler:
         return len(request.tokens) - request.cached_len > 1 and not is_held
 
     def _end_following(self) -> None:
-        """Let followers compute for themselves whose leaders have computed all shared tokens, or compute no more."""
+        """Let followers compute for themselves if their leaders have computed all shared tokens, or compute no more."""
         for request in self.running:
             leader = request.leader
             if leader is None or (

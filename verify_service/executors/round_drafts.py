@@ -187,7 +187,7 @@ class RoundDrafts:
         """Slot of the features of no token."""
         self._costs: dict[int, GrowthCost] = {}
         self._behind: Sequence[Entry] = ()
-        """Entries of the round that is being laid out for whose requests the drafter lacks KV."""
+        """Entries of the round that is being laid out, if the drafter lacks KV of their requests."""
         self._is_fetched = False
         """Whether the host fetches the nodes that grow behind that round, to mask them: all its requests have masks."""
         self._is_deep = False

@@ -100,7 +100,7 @@ class CostModel:
         width_of: Callable[[int], int] = unpadded,
         context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> CostModel:
-        """Time every width with `measure`, twice, and those again whose times became much lower.
+        """Time every width with `measure`, twice, and again those whose times became much lower.
 
         Other services start meanwhile on the same cores, and a width with a spoiled time would not be tried while
         serving.
