@@ -232,7 +232,7 @@ def _gptq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
 
 
 def _scales_mxfp4(largest: Tensor) -> list[Tensor]:
-    """Return the largest power of two with the largest weight below 8 (the largest code is 6), and the next one."""
+    """Return the least power of two over which the largest weight is below 8 (the last code is 6), and the next one."""
     exponent = (_positive(largest).log2().floor() - 2).clamp(-127, 126)
     return [exponent.exp2(), (exponent + 1).exp2()]
 

@@ -43,7 +43,7 @@ class Corruption:
 
 
 def lost(corruption: Corruption, message: bytes) -> list[bytes]:
-    """Lose every third message, at random."""
+    """Lose a third of the messages, at random."""
     return [] if corruption.random.random() < 0.33 else [message]
 
 

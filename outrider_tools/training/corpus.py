@@ -242,7 +242,7 @@ class Corpus:
     def _generated(
         self, what: str, told: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
     ) -> list[NDArray[np.int32]]:
-        """Return answers; with its prompt each has at most `longest` tokens, and each has its own seed, made from
+        """Return answers, each of at most `longest` tokens with its prompt, and drawn with its own seed, made from
         `seed`. No more begin once all ranks together have `budget` tokens (0: no limit), or time is over."""
         rows = min(self.options.num_rows, len(jobs))
         self.report.line(f"{what}: {told}, {rows} at once")
