@@ -31,7 +31,7 @@ _logger = get_logger(__name__)
 
 SERVICE = "outrider.v1.VerifyService"
 ENGINE_MODULE = "verify_service.engine.worker"
-LAST_WORDS_SECONDS = 2.0
+CANCEL_GRACE_SECONDS = 2.0
 """Extra time after a drain for cut-off answers to deliver their status; the server stops as soon as they have."""
 
 
@@ -105,7 +105,7 @@ async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) 
     """Stop the server. Answers still running after `seconds` are ended, and their callers are told why."""
     if seconds:
         _logger.info("draining for at most %g s; requests: %d", seconds, engine.num_requests)
-    leaving = asyncio.create_task(server.stop(seconds + LAST_WORDS_SECONDS))
+    leaving = asyncio.create_task(server.stop(seconds + CANCEL_GRACE_SECONDS))
     await asyncio.wait([leaving], timeout=seconds)
     reason = "the verify service is shutting down and its time to drain is over; try again"
     if num_ended := engine.end_answers(UnavailableError(reason, code="draining")):

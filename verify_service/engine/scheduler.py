@@ -96,7 +96,7 @@ class NodePlan(NamedTuple):
     awaited: Sequence[DraftWaitState]
     """States of requests whose draft may soon bring nodes."""
     num_tokens: int
-    """Tokens that the round computes beside nodes."""
+    """Tokens that the round computes beside chosen nodes: roots, prefill chunks and nodes that grew on the device."""
     prefill_seconds: float
     """Seconds of prefill that is computed apart."""
 
