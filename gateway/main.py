@@ -79,7 +79,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
             await server.start()
         rest_address, metrics_address = http_servers[0].address, http_servers[-1].address
         if not (api_keys or options.tls_ca or is_local(rest_address)):
-            _logger.warning("whoever reaches %s may use it; %s", rest_address, options.key_fix)
+            _logger.warning("anyone who can reach %s can use it; %s", rest_address, options.key_fix)
         gateway.router.start()
         scheme = "http" if door["tls"] is None else "https"
         _logger.info("REST on %s://%s, waiting for verify at %s", scheme, rest_address, ", ".join(options.verify))
@@ -162,7 +162,7 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     began = clock()
     await asyncio.wait([leaving], timeout=min(_FAREWELL_SECONDS, seconds))
     if not await gateway.gate.drain(max(0.0, began + seconds - clock())):
-        _logger.warning("the time to drain is over; requests cancelled: %d", gateway.gate.num_requests)
+        _logger.warning("the drain time is over; requests cancelled: %d", gateway.gate.num_requests)
         gateway.router.end_answers()
         await gateway.gate.drain(_CANCEL_GRACE_SECONDS)
     leaving.cancel()

@@ -219,7 +219,7 @@ class GatewayServicer(GatewayServiceServicer):
             raise asyncio.CancelledError from lost
         except TimeoutError:
             raise OverloadedError(
-                f"the stream was left unread for {stall_seconds:g} s; read it faster", code="slow_reader"
+                f"the stream was not read for {stall_seconds:g} s; read it faster", code="slow_reader"
             ) from None
 
     async def ListModels(

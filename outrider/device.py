@@ -35,7 +35,7 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f'--device: {device.type} is not supported; use "auto", "cpu", "cuda" or "cuda:0"')
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device: {name} is not there; torch sees {count} CUDA devices")
+        raise ConfigError(f"--device: {name} does not exist; torch sees {count} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -107,9 +107,9 @@ async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) 
         _logger.info("draining for at most %g s; requests: %d", seconds, engine.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + CANCEL_GRACE_SECONDS))
     await asyncio.wait([leaving], timeout=seconds)
-    reason = "the verify service is shutting down and its time to drain is over; try again"
+    reason = "the verify service is shutting down and its drain time is over; try again"
     if num_ended := engine.end_answers(UnavailableError(reason, code="draining")):
-        _logger.warning("the time to drain is over; requests cancelled: %d", num_ended)
+        _logger.warning("the drain time is over; requests cancelled: %d", num_ended)
     await leaving
 
 

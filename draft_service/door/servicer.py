@@ -136,7 +136,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _begin(self, hello: Hello, up: SessionUp) -> VerifySession:
         if len(self._sessions) >= self.options.max_sessions:
-            raise OverloadedError(f"{self.options.max_sessions} verify services are served; raise --max-sessions")
+            raise OverloadedError(
+                f"{self.options.max_sessions} verify services are connected, which is the limit; raise --max-sessions"
+            )
         if self._sessions and self._target is not None:
             check_same_target(up, self._target)
         self._target = up
@@ -236,7 +238,7 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) 
         )
         terms = agree(theirs, ours)
         _logger.warning(
-            "%s alone drafts for %s, which %s does not fit: %s",
+            "only %s drafts for %s, which %s does not fit: %s",
             *(names, theirs.model or "this target", offered.model, error.message),
         )
     return ours, SessionUp(0, terms.vocab_size, theirs.tokenizer_hash, parts, line.token if line else "")

@@ -112,8 +112,8 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None
         if chat.is_forced:
             raise InvalidRequestError(
                 "chat.tool_choice",
-                "calls are not read here (--tool-call-parser none)",
-                "send auto, and read them in the text",
+                "this gateway does not parse tool calls (--tool-call-parser none)",
+                "send auto, and parse the calls in the text",
             )
         return None
     check_sizes([tool for tool in chat.offered if tool.strict])

@@ -101,13 +101,13 @@ class Gate:
         num_then = self.num_answers + num_answers
         if num_then > self.max_answers:
             raise OverloadedError(
-                f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later"
+                f"{self.num_answers} answers are in progress, the limit is {self.max_answers}; try again later"
             )
         # Counts at least two keys, so that the only key leaves something for the next one.
         share = max(1, self.max_answers // max(2, len({*self._held, key})))
         if num_then > self.max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(
-                "this API key has its share of the answers in the making; try again later", code="share_used_up"
+                "this API key already has its share of the answers in progress; try again later", code="share_used_up"
             )
 
     async def drain(self, seconds: float) -> bool:
@@ -153,7 +153,7 @@ class LogprobQuota:
     def refusal(self) -> OverloadedError:
         """Return the error that says that there is no room."""
         return OverloadedError(
-            f"answers under way hold {self.num_values} log-probabilities and traced nodes, the limit is {self.most}; "
+            f"answers in progress hold {self.num_values} log-probabilities and traced nodes, the limit is {self.most}; "
             "try again later, or stream",
             retry_after=_MEMORY_RETRY_AFTER_SECONDS,
             code="logprobs_used_up",
@@ -174,8 +174,8 @@ class RequestQuota:
         if num_values > logprob_quota.most_of_one:
             raise InvalidRequestError(
                 field,
-                "log-probabilities, traced nodes and their tokens, which a request keeps in memory, are over the limit "
-                f"of {logprob_quota.most_of_one}",
+                "log-probabilities, traced nodes and their tokens that are kept in memory are over the limit of "
+                f"{logprob_quota.most_of_one} for one request",
                 "ask for fewer likely tokens, fewer answers or prompts at once, a lower limit of tokens, or a stream",
             )
         more = num_values - self.num_values

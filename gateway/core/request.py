@@ -96,14 +96,16 @@ def _template_values(values: dict[str, Any]) -> dict[str, Any]:
         if not name.isidentifier() or len(name) > 64 or name in _TEMPLATE_NAMES:
             raise PydanticCustomError(
                 "template_values",
-                "{name} is no name for a template's value; use a word of at most 64 letters, digits and _ that is none "
-                "of {taken}",
+                "{name} is not a valid name for a template's value; use at most 64 letters, digits and _, and none of "
+                "{taken}",
                 {"name": repr(name[:80]), "taken": ", ".join(sorted(_TEMPLATE_NAMES))},
             )
     try:
         size = len(json.dumps(values, ensure_ascii=False, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError):
-        raise PydanticCustomError("template_values", "holds what JSON cannot carry; send JSON values") from None
+        raise PydanticCustomError(
+            "template_values", "holds a value that JSON cannot represent; send JSON values"
+        ) from None
     if size > MAX_TEMPLATE_VALUES_BYTES:
         raise PydanticCustomError(
             "template_values",
@@ -283,7 +285,7 @@ def check_role(role: str, tool_calls: Sequence[object] | None, tool_call_id: str
         problem = "only an assistant's message has them; leave them out"
         raise PydanticCustomError("tool_calls", problem, {"within": "tool_calls"})
     if (tool_call_id is not None) != (role == "tool"):
-        problem = "tells which call a message of role tool answers; send it there, and there alone"
+        problem = "is required in messages of role tool, where it names the call that they answer; send it only there"
         raise PydanticCustomError("tool_call_id", problem, {"within": "tool_call_id"})
 
 
@@ -348,11 +350,11 @@ class Chat(PromptEnd):
         return self.tool_choice == "required"
 
 
-_ENDS_COMPLETE = ("does not go with a form of the answer, which ends where it is complete", "leave it out")
+_ENDS_COMPLETE = ("cannot be combined with structured output, which ends where it is complete", "leave it out")
 _NOT_WITH_A_FORM = {
     "ignore_eos": _ENDS_COMPLETE,
     "min_tokens": _ENDS_COMPLETE,
-    "bad_words": ("do not go with a form of the answer, which may need them", "leave them out"),
+    "bad_words": ("cannot be combined with structured output, which may need them", "leave them out"),
 }
 
 

@@ -112,7 +112,7 @@ class Replica:
             self.state = ReplicaState.UNSUITABLE
             return error.message
         except Exception as error:  # an unexpected error must not end `follow`
-            _logger.error("verify %s: taking over its model failed", self.address, exc_info=error)
+            _logger.error("verify %s: loading its model information failed", self.address, exc_info=error)
             self.state = ReplicaState.UNSUITABLE
             return "internal error"
         if self.state is not ReplicaState.READY:
@@ -148,7 +148,7 @@ class Replica:
         except grpc.aio.AioRpcError as error:
             # Verify knows the deadline, so it has ended the call, too.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError("the answer was not complete in the time that it had; ask for less") from None
+                raise DeadlineError("the answer was not complete before its deadline; ask for fewer tokens") from None
             told = error_from_rpc(error, "the verify service", names_addresses=False)
             if isinstance(told, UnavailableError | InternalError):
                 _logger.info("verify %s failed a call: %s", self.address, error.details())
@@ -186,7 +186,7 @@ class Replica:
 
 
 def _shutting_down() -> UnavailableError:
-    return UnavailableError("the gateway is shutting down and its time to drain is over; try again", code="draining")
+    return UnavailableError("the gateway is shutting down and its drain time is over; try again", code="draining")
 
 
 class Router:

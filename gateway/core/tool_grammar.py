@@ -187,7 +187,7 @@ def check_sizes(held: Sequence[Tool]) -> None:
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
             _FIELD,
-            f"the schemas that calls are held to are together over the limit of {MAX_SOURCE_BYTES} bytes",
+            f"the schemas that calls must fit are together over the limit of {MAX_SOURCE_BYTES} bytes",
             "send fewer or shorter ones",
         )
 
@@ -311,12 +311,12 @@ def check_tools(tools: Sequence[Tool], choice: str, name: str | None = None, *, 
     names = [tool.name for tool in tools]
     for index, one in enumerate(names):
         if one in names[:index]:
-            raise InvalidRequestError(f"{place.format(index)}.name", f"{one!r} is there twice", "rename one")
+            raise InvalidRequestError(f"{place.format(index)}.name", f"{one!r} is defined twice", "rename one")
     is_forced = choice == "required"
     if name is not None and name not in names:
-        raise InvalidRequestError("chat.tool_name", f"{name[:64]!r} is none of the tools", "send the name of one")
+        raise InvalidRequestError("chat.tool_name", f"{name[:64]!r} is not one of the tools", "send the name of one")
     if name is not None and not is_forced:
-        raise InvalidRequestError("chat.tool_name", "goes with a tool_choice of required", "set that, or leave it out")
+        raise InvalidRequestError("chat.tool_name", "needs a tool_choice of required", "set that, or leave it out")
     if is_forced and not tools:
         raise InvalidRequestError(place.partition("[")[0], "missing", "send tools, or set tool_choice to auto")
     for index, tool in enumerate(tools):

@@ -143,7 +143,7 @@ class RestApp:
 def _check_framing(headers: Headers) -> None:
     """Refuse a request whose end a proxy may see elsewhere, and close (RFC 9112, 6.1). Raises HttpError."""
     if "content-length" in headers and "transfer-encoding" in headers:
-        problem = "content-length and transfer-encoding are both there; send one of them"
+        problem = "content-length and transfer-encoding are both set; send one of them"
         raise HttpError(400, problem, "invalid_http", {"connection": "close"})
 
 
@@ -195,7 +195,7 @@ class HostRule:
             return
         raise HttpError(
             421,
-            f"the host {host[:80]!r} is not served here; call it localhost, or start the gateway with --allowed-hosts",
+            f"the host {host[:80]!r} is not allowed; use localhost, or add the host to the gateway's --allowed-hosts",
             "host_not_allowed",
         )
 

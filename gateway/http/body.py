@@ -116,7 +116,9 @@ class BodyReader:
         change = num_bytes - self._num_counted[request]
         most = self._max_bytes * _MAX_BODIES
         if change > 0 and self._num_counted.total() + change > most:
-            raise OverloadedError(f"bodies of requests under way hold {most} bytes, the most allowed; try again later")
+            raise OverloadedError(
+                f"bodies of requests in progress would exceed the limit of {most} bytes; try again later"
+            )
         self._num_counted[request] = num_bytes
         if not num_bytes:
             del self._num_counted[request]

@@ -40,10 +40,10 @@ _ERRORS = {
     "408": "The body did not arrive in time.",
     "413": "The body is over the limit.",
     "415": "The body is not application/json.",
-    "429": "Too many answers are being generated; see Retry-After.",
-    "500": "An error of the server.",
+    "429": "Too many answers in progress; see Retry-After.",
+    "500": "A fault of the server.",
     "503": "No verify service is ready, or the gateway is shutting down; see Retry-After.",
-    "504": "The answer was not complete in time.",
+    "504": "The answer was not complete before its deadline.",
 }
 _STREAMED = "The answer; with `stream` a server-sent event for each chunk, then `data: [DONE]`."
 

@@ -385,7 +385,7 @@ class HttpServer:
                 await self._server.wait_closed()
         except TimeoutError:
             if state.tasks:  # otherwise only clients are left that do not take the end of their connections
-                _logger.error("%d requests have not ended in time and are cancelled", len(state.tasks))
+                _logger.error("%d requests did not end in time and are cancelled", len(state.tasks))
             for task in state.tasks:
                 task.cancel()
         self._dates.cancel()

@@ -71,8 +71,8 @@ class CompletionRequest(OpenAIRequest):
         if self.limit == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError(
                 self.limit_field,
-                "is 0, and nothing of the prompt is asked for",
-                "send at least 1, or echo or prompt_logprobs",
+                "is 0, and neither echo nor prompt_logprobs is set",
+                "send at least 1, or set one of them",
             )
         return self
 
@@ -82,7 +82,9 @@ class CompletionRequest(OpenAIRequest):
             raise InvalidRequestError("best_of", f"is below n, which is {self.n}", "send at least n, or leave it out")
         if self.chooses and self.stream:
             raise InvalidRequestError(
-                "best_of", "is known when all answers are whole, not in a stream", "set stream to false or leave it out"
+                "best_of",
+                "is not available in a stream: it needs complete answers",
+                "set stream to false or leave it out",
             )
         return self
 

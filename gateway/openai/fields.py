@@ -175,7 +175,7 @@ def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> di
     for index, name in enumerate(allowed):
         if name not in known:
             raise InvalidRequestError(
-                place.format(index), f"{name[:64]!r} is none of the tools", "send the name of one"
+                place.format(index), f"{name[:64]!r} is not one of the tools", "send the name of one"
             )
     fields["tools"] = [tool for tool in tools if tool.name in allowed]
     return fields | {"tool_choice": mode}
@@ -388,7 +388,7 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     def _fit_together(self) -> OpenAIRequest:
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
-                "prompt_logprobs", "are not told in a stream", "set stream to false or leave it out"
+                "prompt_logprobs", "are not available in a stream", "set stream to false or leave it out"
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "only streams have them", "set stream to true or leave it out")

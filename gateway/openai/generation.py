@@ -391,7 +391,7 @@ class GenerationRoute:
                     await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
                     hold()
         except ClientStalled:
-            self.gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
+            self.gateway.count_error(DOOR, OverloadedError("the stream was not read", code="slow_reader"))
             raise
         except Exception as error:
             if not stream.begun:

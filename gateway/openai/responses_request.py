@@ -274,10 +274,8 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
                     found.append({"role": "assistant", "content": "", **about})
                 calls = found[-1].setdefault("tool_calls", [])
                 if len(calls) == MAX_TOOLS:
-                    problem = f"follows {MAX_TOOLS} calls without an output, the most allowed"
-                    raise InvalidRequestError(
-                        f"input[{index}]", problem, "send outputs behind the calls that they are of"
-                    )
+                    problem = f"follows {MAX_TOOLS} calls without an output, which is the limit"
+                    raise InvalidRequestError(f"input[{index}]", problem, "send each output after its call")
                 calls.append(ToolCall(id=item.call_id, name=item.name, arguments=item.arguments))
             elif isinstance(item, InputCallOutput):
                 found.append({"role": "tool", "content": content_text(item.output), "tool_call_id": item.call_id})

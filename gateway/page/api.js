@@ -10,7 +10,7 @@ export class ApiError extends Error {
 
 function headers(key) {
   // The browser's own error names neither the key nor what is wrong with it.
-  if (/[^\x20-\x7e]/.test(key)) throw new ApiError(401, "The API key has characters that no key has: letters, digits and signs of ASCII alone.");
+  if (/[^\x20-\x7e]/.test(key)) throw new ApiError(401, "The API key has characters that are not allowed: use only letters, digits and signs of ASCII.");
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
@@ -59,7 +59,7 @@ export async function* chat(body, key, signal) {
     if (chunk.error) throw new ApiError(0, chunk.error.message);
     yield chunk;
   }
-  throw new ApiError(0, "the answer broke off");
+  throw new ApiError(0, "the connection was lost before the end of the answer");
 }
 
 /** Yields the data of server-sent events, without comments. */

@@ -26,7 +26,7 @@ export function verdict(withDrafts, without, { dtype, whole }) {
 
 function where(one, other, at) {
   const [first, second] = [one[at]?.text ?? "", other[at]?.text ?? ""];
-  return `The texts part at token ${at + 1}: ${quoted(first)} with speculation, ${quoted(second)} without.`;
+  return `The texts first differ at token ${at + 1}: ${quoted(first)} with speculation, ${quoted(second)} without.`;
 }
 
 function why(dtype) {
@@ -37,7 +37,7 @@ function why(dtype) {
     );
   }
   return (
-    `In ${dtype || "half precision"} rounding may part them, since forwards of different widths round differently; ` +
+    `In ${dtype || "half precision"} rounding may make them differ, since forwards of different widths round differently; ` +
     "neither is the better one. With --deterministic on a GPU they are equal, and in float32 on a CPU but for near ties."
   );
 }

@@ -265,7 +265,7 @@ class Page {
         this.#following(() => view.add(fresh));
         if (watched) this.watch.grew();
       }
-      view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : "");
+      view.end(view.answer.finishReason === "length" ? "ended at the token limit" : "");
       if (heard()) this.speech.end(`The answer is complete: ${view.note.textContent}.`);
       return true;
     } catch (error) {
@@ -390,7 +390,7 @@ class Turn {
   /** Says that the second answer was not asked for. */
   leaveOut() {
     this.plain.note.textContent = "not asked";
-    this.result.textContent = "Nothing was compared: the first answer did not come to its end.";
+    this.result.textContent = "Nothing was compared: the first answer was not completed.";
   }
 
   /** Shows whether both texts are equal. */

@@ -293,7 +293,7 @@ class Cluster:
             self.close()
             if isinstance(error, OSError) or (isinstance(error, RuntimeError) and "thread" in str(error)):
                 raise ServiceFailedError(
-                    f"the services cannot be started: {error}; see what this user may have: ulimit -u, ulimit -n"
+                    f"the services cannot be started: {error}; check the limits of this user: ulimit -u, ulimit -n"
                 ) from error
             raise
         return self
@@ -423,7 +423,7 @@ class Cluster:
             self._folder_lock = _lock_folder(self._folder)
         except OSError as error:
             raise ConfigError(
-                f"TMPDIR: the services' sockets have no place: {error.strerror}; set it to a folder that can be written"
+                f"TMPDIR: no folder for the services' sockets: {error.strerror}; set it to a folder that can be written"
             ) from error
         check_address(f"unix:{self._folder}/verify.sock", "TMPDIR")
         placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}

@@ -118,6 +118,6 @@ def compare(first: str, second: str) -> str:
         return "Both texts are the same, character by character."
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return (
-        f"The texts part after {same} characters: in bfloat16 forwards of different widths round differently. "
+        f"The texts differ after {same} characters: in bfloat16 forwards of different widths round differently. "
         "With --dtype float32 they are the same."
     )

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         """Print the message and exit with code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         if message.startswith("unrecognized") and unknown and not unknown[0].startswith("-"):
-            message = f"nothing takes {unknown[0]!r} here"
+            message = f"unexpected argument {unknown[0]!r}"
         elif message.startswith("unrecognized") and unknown:
             actions = list(self._actions)  # and those of the commands below
             for action in self._actions:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         if isinstance(error, PermissionError) and error.filename is not None:
-            text = f"{error.filename}: {error.strerror}; let this user have it, or name another place"
+            text = f"{error.filename}: {error.strerror}; give this user access, or name another place"
             print(f"outrider: error: {text}", file=sys.stderr)
             return EXIT_CONFIG
         # Handle only a failed write of output: the reader is gone, or the disk is full.

@@ -180,7 +180,7 @@ def _warn_of_ignored(env: Mapping[str, str]) -> None:
             flags.setdefault(option.env, []).append("" if flag == option.flag else flag)
     for variable, names in flags.items():
         if all(names):
-            words = f"{variable} changes nothing here; set {' or '.join(names)}"
+            words = f"{variable} has no effect here; set {' or '.join(names)}"
             print(f"outrider: warning: {words}", file=sys.stderr)
 
 
@@ -334,12 +334,12 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
     count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
     for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
         if first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
-            raise ConfigError(f"{flag}: {name} is not there; {count}, as far as is told without torch")
+            raise ConfigError(f"{flag}: {name} does not exist; {count}, counted without torch")
     last = first_gpu(verify.device) + verify.tensor_parallel_size
     if gpus and verify.device != "cpu" and last > gpus:
         raise ConfigError(
             f"--tensor-parallel-size: {verify.tensor_parallel_size} ranks from --device {verify.device} on need {last} "
-            f"GPUs; {count}, as far as is told without torch"
+            f"GPUs; {count}, counted without torch"
         )
 
 
@@ -355,11 +355,11 @@ def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> N
         return
     way = peer_tls(arguments, "connect")
     if way is None and options.tls_cert:
-        raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the certificates that it is signed with")
+        raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the CA that signed it")
     if way is not None and not options.tls_cert:
         raise ConfigError("--connect-tls-ca: the gateway has no certificate; set --gateway-tls-cert, or leave it out")
     if way is not None and options.tls_ca and not way.cert:
-        raise ConfigError("--connect-tls-cert: --gateway-tls-ca asks for one; name one that is signed so, and its key")
+        raise ConfigError("--connect-tls-cert: --gateway-tls-ca requires one; name one that it signed, and its key")
     try:
         host = split_host_port(options.address, "--gateway-address")[0].strip("[]")
         door = door_tls(options)
@@ -376,12 +376,12 @@ def _refused(
 ) -> ConfigError:
     """Return the error for a certificate that the other end would refuse; each end comes with its name and flags."""
     (who, own), (_, other) = (caller, door) if refusal.by_caller else (door, caller)
-    flag, fix = own["ca"], "name what that one is signed with"
+    flag, fix = own["ca"], "name the CA that signed it"
     if refusal.is_name:
-        flag, fix = own["name"], "name what that one is made out to"
+        flag, fix = own["name"], "name the host that it is issued for"
     elif refusal.is_time:
-        flag, fix = other["cert"], "renew it, or set the clock right"
-    return ConfigError(f"{flag}: {who} would not take the certificate of {other['cert']}: {refusal.reason}; {fix}")
+        flag, fix = other["cert"], "renew it, or correct the clock"
+    return ConfigError(f"{flag}: {who} would not accept the certificate of {other['cert']}: {refusal.reason}; {fix}")
 
 
 def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
@@ -391,8 +391,8 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
     flags = flag_names()
     token, own_token = ("auth_token", "auth_token_file"), (f"{peer}_auth_token", f"{peer}_auth_token_file")
     for service, given, other, needed, fix, problem in (
-        (peer, token, caller, own_token, own_token[1:], "has no token to show there"),
-        (peer, ("tls_cert",), caller, (f"{peer}_tls_ca",), (f"{peer}_tls_ca",), "has nothing to trust there"),
+        (peer, token, caller, own_token, own_token[1:], "has no token to send"),
+        (peer, ("tls_cert",), caller, (f"{peer}_tls_ca",), (f"{peer}_tls_ca",), "has no CA to check it with"),
         (peer, ("tls_ca",), caller, (cert := f"{peer}_tls_cert",), (cert, f"{peer}_tls_key"), "shows no certificate"),
         (caller, (f"{peer}_tls_ca",), peer, ("tls_cert",), ("tls_cert", "tls_key"), "has no certificate"),
     ):
@@ -409,7 +409,7 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
             next(flags[service, name] for name in names if getattr(options[service], name))
             for service, names in ((caller, own_token), (peer, token))
         )
-        raise ConfigError(f"{said}: the {peer} service takes the tokens of {wanted} alone; give it one of them")
+        raise ConfigError(f"{said}: the {peer} service accepts only the tokens of {wanted}; give it one of them")
 
 
 def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
@@ -495,6 +495,6 @@ def _check_door(door: ServiceFlag, address: str, taken: dict[str, str]) -> None:
     if door.option.name != "address":  # HTTP doors have no unix sockets
         split_host_port(address, flag)
     if address in taken and not address.endswith(":0"):
-        raise ConfigError(f"{flag}: {address} is that of {taken[address]}, too; give each door its own")
+        raise ConfigError(f"{flag}: {address} is also the address of {taken[address]}; give each door its own")
     taken[address] = flag
     check_free(address, flag)

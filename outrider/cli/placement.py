@@ -107,7 +107,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
     if not on_gpu and (foreign := _given_draft_service_flags(draft)):
         raise ConfigError(
-            f"--draft-placement: colocated has no draft service on a CPU, and {', '.join(foreign)} of one was given; "
+            f"--draft-placement: colocated has no draft service on a CPU, but {', '.join(foreign)} of one is set; "
             "leave it out, or use remote"
         )
     if not names and on_gpu:
@@ -128,7 +128,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         return Placed(verify, None)
     if "NGRAM" not in draft.speculative_algorithm:
         if foreign := _given_draft_service_flags(draft):
-            say(f"no draft service runs beside a model inside rounds: {', '.join(foreign)} of one changes nothing")
+            say(f"a draft model inside rounds runs without a draft service: {', '.join(foreign)} has no effect")
         return Placed(verify, None)
     unset: dict[str, Any] = {field.name: field.default for field in fields(DraftOptions) if field.name in DRAFTING}
     return Placed(verify, replace(draft, **unset | {"speculative_algorithm": NGRAM}))
@@ -139,7 +139,7 @@ def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -
     is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
     if is_open and is_on_gpu(verify, gpus) and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
-            say("n-grams alone draft: a remote head wants a GPU of its own, or --draft-device")
+            say("only n-grams draft: a remote head needs a GPU of its own, or --draft-device")
         return replace(draft, speculative_algorithm=NGRAM)
     return choose_drafters(draft, verify.model, say)
 

@@ -69,7 +69,8 @@ def _open_doors(cluster: Cluster) -> Iterator[str]:
         options, address = cluster.options(service), cluster.address(service, field)
         if not options.is_guarded and not is_local(address):
             token = flags.get((service, "auth_token_file"))
-            yield f"{flag} {address}: whoever reaches it may use it; {f'set {token}' if token else options.key_fix}"
+            fix = f"set {token}" if token else options.key_fix
+            yield f"{flag} {address}: anyone who can reach it can use it; {fix}"
 
 
 def _print_summary(console: Console, cluster: Cluster) -> None:

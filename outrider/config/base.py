@@ -229,7 +229,7 @@ def _from_text(item: Option, text: str, source: str) -> Any:
         try:
             value = Path(text).expanduser()
         except RuntimeError:
-            raise _wrong(item, source, text, "names a home that is not there", "write the whole path") from None
+            raise _wrong(item, source, text, "names a home that does not exist", "write the whole path") from None
     elif item.kind is str:
         value = text
     else:
@@ -310,4 +310,4 @@ def expand(name: str | Path) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{name} names a home that is not there; write the whole path") from None
+        raise ConfigError(f"{name} names a home that does not exist; write the whole path") from None

@@ -196,4 +196,4 @@ def _judge(entry: Foreign, flag: str, value: str, warn: Warn, known: Collection[
             http = "--rest-address HOST:PORT for HTTP, " if "--rest-address" in known else ""
             fix = f"{http}{grpc} HOST:PORT for gRPC"
         raise ConfigError(f"{shown}: {entry.refused}{fix}")
-    warn(f"{shown} changes nothing: {entry.moot}")
+    warn(f"{shown} has no effect: {entry.moot}")

@@ -73,7 +73,7 @@ class SpeculativeOptions(PeerServiceOptions):
     def check_window(self) -> None:
         """Raise ConfigError for a sink without a window."""
         if self.speculative_draft_sink_size and not self.speculative_draft_window_size:
-            raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
+            raise ConfigError("--speculative-draft-sink-size: needs --speculative-draft-window-size; give both")
 
 
 DRAFTING = tuple(field.name for field in fields(SpeculativeOptions) if field.name.startswith("speculative_"))

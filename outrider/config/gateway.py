@@ -146,7 +146,7 @@ class GatewayOptions(ServiceOptions):
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(
-                    f"--allowed-hosts: {host!r} is no name of a host; write it like example.org, without a port"
+                    f"--allowed-hosts: {host!r} is not a host name; write it like example.org, without a port"
                 )
         for proxy in self.proxies:
             try:

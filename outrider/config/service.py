@@ -141,7 +141,7 @@ def peer_tls(options: object, peer: str) -> TlsFiles | None:
     files = _read(options, f"{peer}_tls_", f"--{peer}-tls")
     if not files.ca and (files.cert or files.name):
         given = files.flag("cert" if files.cert else "name")
-        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name what the other end's must be signed with")
+        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name the CA that signs the other end's certificate")
     return files if files.ca else None
 
 

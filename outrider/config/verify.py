@@ -238,7 +238,7 @@ class VerifyOptions(SpeculativeOptions):
         """
         if self.context_length == 1:
             raise ConfigError(
-                "--context-length: 1 is no room for a prompt and an answer; use 2 or more, or leave it out"
+                "--context-length: 1 leaves no room for a prompt and an answer; use 2 or more, or leave it out"
             )
         if 0 < positions < self.context_length:
             raise ConfigError(

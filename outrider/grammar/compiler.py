@@ -242,7 +242,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
         said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
     elif "coerce_one_of" in own:
         said = "holds a oneOf whose cases cannot be told apart"
-        fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
+        fix = "use anyOf, which allows the same texts and more, or leave strict out, so that oneOf is read as anyOf"
     elif "unknown special token" in own:
         said, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
     elif "Token range end too large" in own or "number too large" in own:

@@ -133,7 +133,7 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
             rules = grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]
             # The library's own clients begin grammars with this directive, which sets nothing.
             if "%llguidance" in rules.replace(EMPTY_DIRECTIVE, "", 1):
-                raise InvalidGrammarError(field, "gives orders to the grammar library", "remove %llguidance")
+                raise InvalidGrammarError(field, "holds a directive of the grammar library", "remove %llguidance")
             if "%json" in grammar.source:
                 for digits in _MANY_DIGITS.findall(grammar.source):
                     _check_numbers(int(digits), field)
@@ -289,7 +289,7 @@ def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
             raise InvalidGrammarError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
         if strict and key == "uniqueItems" and child is not False:
             fix = "leave it out and check it afterwards, or leave strict out"
-            raise InvalidGrammarError(f"{path}.{key}", "is not held to", fix)
+            raise InvalidGrammarError(f"{path}.{key}", "is not enforced", fix)
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
             raise InvalidGrammarError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
 
@@ -304,7 +304,7 @@ def _check_names(names: Any, place: str, root: Any, *, strict: bool) -> int:
         fix = "say it by enum, const, pattern, lengths or a $ref to one of these alone, or use patternProperties"
         raise InvalidGrammarError(place, "is not supported", fix)
     if strict and isinstance(names, dict) and names.get("format") in FORMATS:
-        raise InvalidGrammarError(f"{place}.format", "is not held to", "use pattern, or leave strict out")
+        raise InvalidGrammarError(f"{place}.format", "is not enforced", "use pattern, or leave strict out")
     return sum(len(name) + 1 for key in ("properties", "patternProperties") for name in known.get(key, ()))
 
 

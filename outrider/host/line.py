@@ -207,7 +207,7 @@ def listen(where: str) -> Listener | None:
     try:
         return Listener(folder)
     except OSError as error:
-        log.warning("verify engines of this host cannot speak to this engine directly: %s", error)
+        log.warning("verify engines of this host cannot connect to this engine directly: %s", error)
         return None
 
 

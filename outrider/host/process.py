@@ -296,7 +296,7 @@ class EngineProcess(Generic[ServedT]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-            return "it hung up, went on and was killed"
+            return "it closed its connection, kept running and was killed"
         # The kernel's out-of-memory killer gives no reason.
         return "killed by signal 9, out of memory perhaps" if code == -signal.SIGKILL else exit_text(code)
 

@@ -78,7 +78,7 @@ class RankMemory:
     def create(cls, world: int, seconds: float = TIMEOUT_SECONDS) -> RankMemory:
         """Create memory for `world` ranks; return rank 0's view. Raises ConfigError if the system does not allow it."""
         if sys.platform != "linux":
-            raise ConfigError("--tensor-parallel-size: ranks share memory as Linux alone has it; leave it at 1")
+            raise ConfigError("--tensor-parallel-size: ranks share memory in a way that only Linux has; leave it at 1")
         if (machine := platform.machine()) not in _ORDERED_MACHINES:
             raise ConfigError(
                 f"--tensor-parallel-size: ranks rely on the order of x86-64's writes to memory, and this is {machine}; "

@@ -168,7 +168,7 @@ class Pipe(Generic[FrameT]):
         try:
             return self.receive()
         except (InternalError, msgspec.MsgspecError) as error:
-            log.error("what %s sends makes no sense: %s", who, error)
+            log.error("%s sent an invalid message: %s", who, error)
             self.closed = True
             return []
 

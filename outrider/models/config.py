@@ -258,7 +258,9 @@ class ModelConfig(ModelShape):
         for rope in (self.rope, self.local_rope or self.rope):
             size = rotary_dim(rope, self.head_dim)
             if size % 2 or not size:
-                raise ConfigError(f"config.json: partial_rotary_factor leaves {size} channels, and pairs are rotated")
+                raise ConfigError(
+                    f"config.json: partial_rotary_factor leaves {size} channels; it must leave an even number above 0"
+                )
             for factors in (rope.short_factors, rope.long_factors):
                 if factors and len(factors) != size // 2:
                     raise ConfigError(
@@ -299,7 +301,7 @@ def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             cause = "sliding_window has no size" if asked else "use_sliding_window is false"
             raise ConfigError(
                 f"config.json: layer_types has 'sliding_attention' and {cause}; make all layers 'full_attention', or "
-                "tell the window"
+                "set use_sliding_window and sliding_window"
             )
         return ()
     if kinds is not None:

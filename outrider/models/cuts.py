@@ -129,7 +129,7 @@ def _fault(config: ModelConfig, world: int) -> str:
         if size % world:
             return f"{field} {size} cannot be divided among {world} ranks"
     if max(kv_heads, world) % min(kv_heads, world):
-        return f"num_key_value_heads {kv_heads} cannot be divided among {world} ranks, nor they among it"
+        return f"num_key_value_heads {kv_heads} is neither a multiple nor a divisor of {world} ranks"
     if config.family.fused and kv_heads < world:
         return f"{config.architecture} has {kv_heads} KV heads in one matrix with q, fewer than {world} ranks"
     return _block_fault(config, world)

@@ -57,7 +57,7 @@ def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
     elif layers - {"full_attention", "sliding_attention", "attention"}:
         kind = "a model with layers that do not attend"
     elif not is_part and not name.endswith(("ForCausalLM", "LMHeadModel")):
-        kind = "no causal language model"
+        kind = "another kind of model than a causal language model"
     if kind:
         raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
 

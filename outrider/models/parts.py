@@ -197,8 +197,8 @@ class ExpertsConfig:
         num_active = get_int(fields, "num_experts_per_tok", minimum=1)
         if num_active > num_experts or num_experts > MAX_EXPERTS:
             raise ConfigError(
-                f"config.json: num_experts_per_tok {num_active} of {name} {num_experts} experts; up to {MAX_EXPERTS} "
-                f"experts are supported, and no more than there are can be a token's"
+                f"config.json: num_experts_per_tok {num_active} of {name} {num_experts} is not supported; {name} may "
+                f"be at most {MAX_EXPERTS}, and num_experts_per_tok at most {name}"
             )
         layers = frozenset(range(num_layers))
         if form != "qwen":

@@ -108,7 +108,7 @@ def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
     try:
         folder.stat()
     except PermissionError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; let this user have it, or name another place") from None
+        raise ConfigError(f"{folder}: {error.strerror}; give this user access, or name another place") from None
     except (OSError, ValueError):
         pass  # Checked below.
     if name and folder.is_dir():
@@ -137,7 +137,7 @@ def default_cache_dir() -> Path:
         return outrider_home()
     except RuntimeError:
         home = os.environ.get("OUTRIDER_HOME")
-        problem = f"{home} names a home that is not there" if home else "this user has no home"
+        problem = f"{home} names a home that does not exist" if home else "this user has no home"
         raise ConfigError(f"OUTRIDER_HOME: {problem}; set it to the whole path of a folder") from None
 
 

@@ -114,9 +114,9 @@ def shard_paths(folder: Path) -> list[Path]:
                 f"name a file that has all weights {WEIGHTS_FILE}"
             )
     raise ConfigError(
-        f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; put them there, or have outrider models "
-        "pull OWNER/NAME fetch all of it; what its authors publish as .bin files alone is converted once, from a "
-        "folder of your own: outrider convert FOLDER OUT"
+        f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; put them there, or fetch all of it: "
+        "outrider models pull OWNER/NAME; if its authors publish only .bin files, convert them once, from a folder of "
+        "your own: outrider convert FOLDER OUT"
     )
 
 
@@ -139,7 +139,7 @@ def _indexed_paths(folder: Path, files: Mapping[str, str]) -> list[Path]:
             raise ConfigError(f"{folder / INDEX_FILE} names {name!r}, which is no safetensors file of the same folder")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"{folder} misses {len(missing)} of its {len(names)} shards, {missing[0]} for one")
+        raise ConfigError(f"{folder} lacks {len(missing)} of its {len(names)} shards, for example {missing[0]}")
     return [folder / name for name in names]
 
 
@@ -156,7 +156,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{path}: cannot be read as safetensors: {error}; it is damaged or not all there: fetch it again"
+            f"{path}: cannot be read as safetensors: {error}; it is damaged or incomplete: fetch it again"
         ) from None
 
 

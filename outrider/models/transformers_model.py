@@ -210,6 +210,8 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
         raise ConfigError(f"{folder}: tensor {tensor} missing from the checkpoint")
     unread = sorted(told["unexpected_keys"])
     if unread and not is_part:
-        log.warning("%s: config.json does not call for %s and %d more tensors", folder, unread[0], len(unread) - 1)
+        log.warning(
+            "%s: tensor %s and %d more are not used by the model of config.json", folder, unread[0], len(unread) - 1
+        )
     hold_rotary(model)
     return model.to(device).requires_grad_(False)

@@ -267,11 +267,11 @@ def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) ->
         query, kv = (" or ".join(map(str, sorted(numbers))) for numbers in (query_heads, kv_heads))
         raise _unsupported(
             name,
-            f"its layers have {query} query and {kv} kv heads; those of all must be as many, or kv heads a whole part "
-            "of the most",
+            f"its layers have {query} query and {kv} kv heads; all must have the same number of query heads, and "
+            "numbers of kv heads that divide the largest of them",
         )
     if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise _unsupported(name, "it takes no positions, and counts what transformers' own cache holds")
+        raise _unsupported(name, "it takes no position_ids, but counts positions in transformers' own cache")
 
 
 def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:

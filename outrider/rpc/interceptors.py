@@ -179,7 +179,7 @@ class _BoundaryCall:
         if isinstance(error, grpc.aio.InternalError):
             raise asyncio.CancelledError from error
         if context.done() or context.cancelled():
-            _logger.info("%s: after its end: %s", self.method, logs.describe_exception(error))
+            _logger.info("%s failed after its end: %s", self.method, logs.describe_exception(error))
             raise error
         if isinstance(error, OutriderError) and error.grpc_status != InternalError.grpc_status:
             _logger.info("%s refused: %s: %s", self.method, error.code, error.message)

@@ -70,7 +70,7 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     mend_streams()
     configure_logging(name, options.log_level)
     for variable, meant in misspelt_variables(os.environ):
-        _logger.warning("%s in the environment is no option of any service; was %s meant?", variable, meant)
+        _logger.warning("%s in the environment is not an option of any service; did you mean %s?", variable, meant)
     try:
         remove_ready_file(options.ready_file)
         _check_ready_file(options.ready_file)
@@ -176,16 +176,14 @@ def write_ready_file(
             os.fsync(file.fileno())
         os.replace(file.name, target)
     except OSError as error:
-        raise ConfigError(f"--ready-file: cannot write {target}: {error.strerror}; use a path that can be") from error
+        raise ConfigError(f"--ready-file: cannot write {target}: {error.strerror}; use a writable path") from error
 
 
 def _check_ready_file(path: str) -> None:
     """Raise ConfigError now for a ready file that could not be written later, after the model has been loaded."""
     folder = Path(path).parent
     if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(
-            f"--ready-file: cannot write {path}: {folder} is no folder that can be; use a path that can be"
-        )
+        raise ConfigError(f"--ready-file: cannot write {path}: {folder} is not a writable folder; use a writable path")
 
 
 def remove_ready_file(path: str | Path) -> None:
@@ -195,4 +193,6 @@ def remove_ready_file(path: str | Path) -> None:
     try:
         Path(path).unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--ready-file: cannot remove {path}: {error.strerror}; use a path that can be") from error
+        raise ConfigError(
+            f"--ready-file: cannot remove {path}: {error.strerror}; use a path that can be removed"
+        ) from error

@@ -147,14 +147,16 @@ class GrpcServer:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise ConfigError(f"--address: cannot bind {self.address}; check that this process may, or use another")
+            raise ConfigError(
+                f"--address: cannot bind {self.address}; check that this process has permission, or use another address"
+            )
         await self.grpc.start()
         if path is None:
             host, _ = split_host_port(self.address, "--address")
             self.address = f"{host}:{port}"
         _logger.info("bound to %s%s", self.address, " with TLS" if self._tls is not None else "")
         if not self._guarded and not is_local(self.address):
-            _logger.warning("whoever reaches %s may use it; %s", self.address, self._key_fix)
+            _logger.warning("anyone who can reach %s can use it; %s", self.address, self._key_fix)
         return self.address
 
     def set_serving(self, serving: bool) -> None:

@@ -29,7 +29,7 @@ _MAX_TEXT_BYTES = 640
 _MAX_WORD_BYTES = 128
 
 _NO_GRPC = (
-    "what answers there does not speak gRPC, so it is likely a REST or metrics port; give the gRPC port, which is a "
+    "the server there does not speak gRPC, so it is probably a REST or metrics port; give the gRPC port, which is a "
     "gateway's --address, 50051 by default"
 )
 
@@ -88,7 +88,7 @@ def details_of(error: grpc.aio.AioRpcError) -> str:
     if "Expected SETTINGS frame" in text or "missing selected ALPN" in text:
         return _NO_GRPC
     is_shut = text.startswith("failed to connect") and text.endswith("Socket closed")
-    return f"{text}; perhaps it wants TLS, or a certificate of the caller" if is_shut else text
+    return f"{text}; perhaps it requires TLS or a client certificate" if is_shut else text
 
 
 def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:

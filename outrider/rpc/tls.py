@@ -91,7 +91,7 @@ class TlsSource:
         except ConfigError as error:
             if stamp != self._refused:
                 _logger.warning(
-                    "the files have changed and are of no use; the former ones stay in use: %s", error.message
+                    "the files have changed but cannot be used; the previous ones stay in use: %s", error.message
                 )
             self._refused = stamp
             return
@@ -235,7 +235,7 @@ def load_material(files: TlsFiles) -> TlsMaterial:
     context.num_tickets = 0
     if files.cert:
         _attempt(
-            f"{files.flag('cert')} and {files.flag('key')}: {files.cert} and {files.key} are no pair of a certificate "
+            f"{files.flag('cert')} and {files.flag('key')}: {files.cert} and {files.key} are not a certificate "
             "and its unencrypted private key, both as PEM",
             lambda: context.load_cert_chain(_path(files.cert), _path(files.key), _no_password),
         )
@@ -331,4 +331,4 @@ def _warn_of_dates(files: TlsFiles) -> None:
     refused = _try_handshake(load_material(files).context, client, "localhost")
     if refused is not None and getattr(refused[1], "verify_code", 0) in _INVALID_TIMES:
         reason = getattr(refused[1], "verify_message", "is not valid today")
-        _logger.warning("%s: %s: %s, so that nobody takes it; use another", files.flag("cert"), files.cert, reason)
+        _logger.warning("%s: %s: %s, so it will be refused; use another", files.flag("cert"), files.cert, reason)

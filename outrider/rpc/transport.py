@@ -123,7 +123,7 @@ def check_peer_address(address: str, option: str) -> None:
     """Raise ConfigError as `check_address` does, and for port 0, where no peer can listen."""
     check_address(address, option)
     if unix_path(address) is None and split_host_port(address, option)[1] == 0:
-        raise ConfigError(f"{option}: {address!r} has port 0, where nobody listens; use the port that the service has")
+        raise ConfigError(f"{option}: {address!r} has port 0, where nothing can listen; use the port of the service")
 
 
 def is_http_url(text: str) -> bool:
@@ -258,6 +258,6 @@ def _split_name(address: str, option: str) -> tuple[str, int]:
         server, slash, rest = rest.removeprefix("//").partition("/")
         if server or not slash:
             raise ConfigError(
-                f"{option}: {address!r} names a DNS server; write dns:///name:port, which asks those of this machine"
+                f"{option}: {address!r} names a DNS server; write dns:///name:port to use those of this machine"
             )
     return split_host_port(rest, option)

@@ -52,7 +52,9 @@ def agree(verify: Hello, draft: Hello) -> Terms:
     _same("protocol_version", verify.protocol_version, draft.protocol_version, _RELEASE)
     _same("noise_version", verify.noise_version, draft.noise_version, _RELEASE)
     if not 1 <= verify.vocab_size < 1 << 31:
-        raise InvalidRequestError("hello.vocab_size", f"{verify.vocab_size} is no vocabulary", "send the target's size")
+        raise InvalidRequestError(
+            "hello.vocab_size", f"{verify.vocab_size} is not a vocabulary size", "send the target's size"
+        )
     if verify.tokenizer_hash and draft.tokenizer_hash:
         fix = f"use a drafter of the target's tokenizer, or, if it is that, {_RELEASE}"
         _same("tokenizer_hash", verify.tokenizer_hash, draft.tokenizer_hash, fix)

@@ -114,7 +114,7 @@ class RestClient:
                     if line.startswith("data: {") and _take_event(record, line[6:], clock):
                         return
         except httpx2.HTTPError as error:
-            record.finish(clock(), f"http_{type(error).__name__}", str(error) or "the connection broke off")
+            record.finish(clock(), f"http_{type(error).__name__}", str(error) or "the connection was lost")
         except (ValueError, KeyError, TypeError) as error:
             record.finish(clock(), "malformed_answer", f"{type(error).__name__}: {error}")
         else:

@@ -249,7 +249,7 @@ async def _measure(
         first = replace(warm[0], max_tokens=min(4, warm[0].max_tokens))
         await first_answer(client, first, arguments.timeout, option)
         if arguments.num_warmups:
-            console.print(f"warming up with {arguments.num_warmups} requests, which are in no figure")
+            console.print(f"warming up with {arguments.num_warmups} requests, which are not measured")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
             await run_point(client, warm, LoadPoint(concurrency=most, num_prompts=arguments.num_warmups))
         for place, point in enumerate(points):

@@ -99,15 +99,17 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError, before anything is made, if options contradict each other or an output exists."""
     wants_draft = arguments.draft is not None or arguments.random_draft
     if wants_draft != (arguments.draft_out is not None):
-        raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
+        raise ConfigError(
+            "--draft-out: must be set if and only if --draft or --random-draft is; it names the folder of the head"
+        )
     if arguments.draft is not None and arguments.random_draft:
         raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
     if arguments.draft_vocab_size is not None and not arguments.random_draft:
-        raise ConfigError("--draft-vocab-size: is of the head that --random-draft makes; leave it out")
+        raise ConfigError("--draft-vocab-size: applies only to --random-draft; leave it out")
     if arguments.out is not None and arguments.out == arguments.draft_out:
         raise ConfigError("--draft-out: is the folder of --out; the head needs one of its own")
     if arguments.out is None and not wants_draft:
-        raise ConfigError("--out: names the folder to make")
+        raise ConfigError("--out: not set; give the folder to make")
     for flag, path in (("--out", arguments.out), ("--draft-out", arguments.draft_out)):
         if path is not None:
             check_new(path, f"{flag} {path}")

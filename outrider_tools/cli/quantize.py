@@ -47,7 +47,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.group_size is not None and arguments.format not in GROUPED:
-        raise ConfigError(f"--group-size: is of {', '.join(GROUPED)}, not {arguments.format}; leave it out")
+        raise ConfigError(f"--group-size: applies to {', '.join(GROUPED)}, not {arguments.format}; leave it out")
     with under("--model"):
         source = resolve_model(arguments.model, needs_tokenizer=False)
     # Imported by name: the command line must import without torch.

@@ -244,7 +244,8 @@ class _NoConnect(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         parser.error(
-            "--connect: pages stand by themselves: outrider top host:port, of a REST door or --metrics-address"
+            "--connect: not an option of top; give pages as arguments: outrider top host:port, of a REST door or "
+            "--metrics-address"
         )
 
 

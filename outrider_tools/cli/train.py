@@ -132,9 +132,9 @@ def _check(arguments: argparse.Namespace) -> None:
     with under("--out"):
         others = (out / "config.json").exists() or any(out.glob("*.safetensors"))
         if others and not (out / WORK_FOLDER).is_dir() and not (out / RECORD_FILE).exists():
-            raise ConfigError(f"{out} holds a model that is no training's; choose a new folder")
+            raise ConfigError(f"{out} holds a model that no training has written; choose a new folder")
     if arguments.steps is not None and arguments.minutes is not None:
-        raise ConfigError("--minutes: --steps says how long; leave one of the two out")
+        raise ConfigError("--minutes: cannot be combined with --steps; leave one of the two out")
     if arguments.muon_learning_rate is not None and arguments.optimizer == "adamw":
         raise ConfigError("--muon-learning-rate: --optimizer adamw does not use it; leave one of the two out")
     if arguments.text is not None:
@@ -142,7 +142,9 @@ def _check(arguments: argparse.Namespace) -> None:
             # The number of rows matters for the evaluation, too.
             if field.metadata and field.name != "num_rows" and getattr(arguments, field.name) is not None:
                 flag = field.name.replace("_", "-")
-                raise ConfigError(f"--{flag}: no text is made beside --text {arguments.text}; leave one of the two out")
+                raise ConfigError(
+                    f"--{flag}: no text is generated with --text {arguments.text}; leave one of the two out"
+                )
 
 
 def _given(defaults: OptionsT, arguments: argparse.Namespace, smoke: Mapping[str, int] | None = None) -> OptionsT:

@@ -69,7 +69,7 @@ def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], mus
         text = f"{said}: taken by a running {holder}" + (f", process {pid}" if pid else "")
         if must_run:
             return ok("port", text)
-        fix = "for a second one: outrider up --ephemeral; at the one that runs looks: outrider doctor --running"
+        fix = "to start a second one: outrider up --ephemeral; to check the running one: outrider doctor --running"
         return warning("port", text, fix)
     if not reason and not holder:
         return ok("port", f"{said}: {'takes a free port' if address.endswith(':0') else 'free'}")
@@ -103,7 +103,7 @@ def _name_of(pid: int | None, service: str) -> str:
     if service:
         return f"{service} of Outrider has it" + (f", process {pid}" if pid else "")
     if pid is None:
-        return "the system does not tell who has it: perhaps another user's process"
+        return "the system does not say which process has it: perhaps another user's"
     if pid == 0:
         return "nobody listens there"
     try:

@@ -174,7 +174,7 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, env=env, check=False)
     except subprocess.TimeoutExpired:
-        raise OutriderError(f"{what} was not done after {PROBE_SECONDS:g} s") from None
+        raise OutriderError(f"{what} did not finish within {PROBE_SECONDS:g} s") from None
     except OSError as error:
         raise OutriderError(f"{what} cannot be started: {error.strerror}") from None
     if done.returncode != 0 or not done.stdout.strip():

@@ -264,7 +264,9 @@ def run_texts(
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
     if options.text is not None and options.prompts is not None:
-        raise ConfigError(f"--prompts {options.prompts}: no text is made beside --text {options.text}; leave one out")
+        raise ConfigError(
+            f"--prompts {options.prompts}: no text is generated with --text {options.text}; leave one out"
+        )
     with under("--prompts"):
         given = read_questions(options.prompts) if options.prompts else []
     with under("--eval-prompts"):

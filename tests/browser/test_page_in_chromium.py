@@ -103,7 +103,10 @@ def test_both_texts_are_equal_in_float32(visit: Open, order: str, temperature: f
 
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [("float32", "In float32 on a CPU it may at a near tie"), ("bfloat16", "In bfloat16 rounding may part them")],
+    [
+        ("float32", "In float32 on a CPU it may at a near tie"),
+        ("bfloat16", "In bfloat16 rounding may make them differ"),
+    ],
 )
 def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype: str, words: str) -> None:
     here = visit()
@@ -120,7 +123,7 @@ def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype:
     one, other = here.texts()
     assert one != other
     told = here.page.inner_text(".verdict")
-    assert words in told and "The texts part at token" in told
+    assert words in told and "The texts first differ at token" in told
     at = int(told.split("at token ")[1].split(":")[0]) - 1
     marked = here.page.locator(".token.parting")
     assert marked.count() == 2

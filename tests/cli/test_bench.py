@@ -141,7 +141,7 @@ def test_what_a_line_is_to_be_written_as_is_json(tmp_path: Path) -> None:
 
 
 def test_a_home_that_is_not_there_is_told() -> None:
-    with pytest.raises(ConfigError, match="names a home that is not there"):
+    with pytest.raises(ConfigError, match="names a home that does not exist"):
         read_prompts(Path("~nobody-of-this-name/prompts.jsonl"), 9)
 
 

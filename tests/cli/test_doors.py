@@ -91,11 +91,12 @@ def test_both_ends_of_every_link_show_and_trust_certificates_and_tokens_or_neith
             f"--{way}-tls-ca: the {peer} service has no certificate; set --{peer}-tls-cert and --{peer}-tls-key, too"
         ]
         assert found(*of(peer, *cert)) == [
-            f"--{peer}-tls-cert: the {caller} service has nothing to trust there; set --{way}-tls-ca, too"
+            f"--{peer}-tls-cert: the {caller} service has no CA to check it with; set --{way}-tls-ca, too"
         ]
         assert found(f"--{peer}-auth-token=x", f"--{way}-auth-token=x") == []
         assert found(f"--{peer}-auth-token=x", f"--{way}-auth-token=y") == [
-            f"--{way}-auth-token: the {peer} service takes the tokens of --{peer}-auth-token alone; give it one of them"
+            f"--{way}-auth-token: the {peer} service accepts only the tokens of --{peer}-auth-token; "
+            "give it one of them"
         ]
 
 
@@ -110,7 +111,7 @@ def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_p
 
     for caller, peer in (("gateway", "verify"), ("verify", "draft")):
         way = f"{caller}-{peer}"
-        refusal = "would not take the certificate of"
+        refusal = "would not accept the certificate of"
         for door, trust, shown, said in (
             (ours, ours, ours, ""),
             (ours, others, ours, f"--{way}-tls-ca: the {caller} service {refusal} --{peer}-tls-cert: "),
@@ -124,7 +125,7 @@ def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_p
         assert find_faults(parse_service_options(parse(*words, f"--{peer}-tls-name=example.org"), env={}), gpus=0) == []
         words = [*files(peer, "cert", of=ours), *files(peer, "key", of=others), *files(way, "ca", of=ours)]
         (one,) = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
-        assert f"--{peer}-tls-cert and --{peer}-tls-key: " in one and "are no pair" in one
+        assert f"--{peer}-tls-cert and --{peer}-tls-key: " in one and "are not a certificate" in one
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_a_certificate_out_of_its_time_is_to_be_renewed(
     ]
     (found,) = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
     assert found == (
-        "--verify-tls-cert: the gateway service would not take the certificate of --verify-tls-cert: "
-        f"{reason}; renew it, or set the clock right"
+        "--verify-tls-cert: the gateway service would not accept the certificate of --verify-tls-cert: "
+        f"{reason}; renew it, or correct the clock"
     )
 
 
@@ -188,9 +189,9 @@ def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
     for words, said in (
         (tls, "--connect-tls-ca: --gateway-tls-cert is set; name the"),
         ([trusted], "--connect-tls-ca: the gateway has no certificate"),
-        ([*tls, trusted, f"--gateway-tls-ca={files['ca']}"], "--connect-tls-cert: --gateway-tls-ca asks for one"),
-        ([*tls, trusted], "--connect-tls-name: this command would not take the certificate of --gateway-tls-cert: "),
-        ([*tls, strange], "--connect-tls-ca: this command would not take the certificate of --gateway-tls-cert: "),
+        ([*tls, trusted, f"--gateway-tls-ca={files['ca']}"], "--connect-tls-cert: --gateway-tls-ca requires one"),
+        ([*tls, trusted], "--connect-tls-name: this command would not accept the certificate of --gateway-tls-cert: "),
+        ([*tls, strange], "--connect-tls-ca: this command would not accept the certificate of --gateway-tls-cert: "),
         ([*tls, trusted, named, f"--gateway-tls-ca={files['ca']}", *foreign], "--gateway-tls-ca: the gateway service"),
         ([*tls, "--connect-tls-ca=none"], "--connect-tls-ca: none cannot be read"),
     ):
@@ -215,7 +216,9 @@ def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:
             check(f"--rest-address=127.0.0.1:{port}", fixed_ports=False)
     with pytest.raises(ConfigError, match=r"^--verify-address: 'nowhere' is not an address"):
         check("--verify-address=nowhere")
-    with pytest.raises(ConfigError, match=r"^--gateway-address: 127.0.0.1:9 is that of --verify-metrics-address, too"):
+    with pytest.raises(
+        ConfigError, match=r"^--gateway-address: 127.0.0.1:9 is also the address of --verify-metrics-address"
+    ):
         check("--verify-metrics-address=127.0.0.1:9", "--gateway-address=127.0.0.1:9")
 
 

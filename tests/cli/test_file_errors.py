@@ -70,7 +70,7 @@ def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     ("home", "problem"),
     [
         ("", "this user has no home"),
-        ("~nobody-of-this-name/m", "~nobody-of-this-name/m names a home that is not there"),
+        ("~nobody-of-this-name/m", "~nobody-of-this-name/m names a home that does not exist"),
     ],
 )
 def test_a_user_without_a_home_is_told_the_way_out(

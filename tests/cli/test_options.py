@@ -101,7 +101,7 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
         assert len(lines) == 7, lines
         assert lines[0].startswith("outrider: error: --draft-metrics-address: 'nowhere' is not an address")
         assert lines[1].startswith(f"--verify-metrics-address: cannot bind port {address.partition(':')[2]}")
-        assert lines[2].startswith(f"--rest-address: {address} is that of --verify-metrics-address")
+        assert lines[2].startswith(f"--rest-address: {address} is also the address of --verify-metrics-address")
         assert lines[3].startswith("--device: 'gpu' is no device") and lines[4].startswith("--draft-device: 'cdua:1'")
         assert lines[5].startswith("--model: there is no model 'nosuch'")
         assert lines[6].startswith("--speculative-draft-model-path: there is no model 'none'")
@@ -225,7 +225,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_starts(
     for visible, flag, said in (("", "--device=cuda:9", "has no GPU"), ("0", "--draft-device=cuda:1", "has 1 GPU,")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert main(["up", "--ephemeral", f"--model={model_path}", flag]) == 2
-        assert f"{flag.replace('=', ': ')} is not there; this machine {said}" in capsys.readouterr().err
+        assert f"{flag.replace('=', ': ')} does not exist; this machine {said}" in capsys.readouterr().err
 
 
 def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
@@ -281,7 +281,7 @@ def test_a_context_without_room_for_an_answer_is_refused_as_such(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
     assert main(["up", "--ephemeral", f"--model={model_path}", "--context-length=1"]) == 2
-    assert "--context-length: 1 is no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
+    assert "--context-length: 1 leaves no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_the_environment_sets_only_what_is_meant_for_one_service_or_for_all(
     assert (alike["verify"], alike["draft"]) == (VerifyOptions(watchdog_timeout=60), DraftOptions(watchdog_timeout=60))
     warnings = capsys.readouterr().err.splitlines()
     flags = "--draft-address or --verify-address or --gateway-address"
-    assert warnings == [f"outrider: warning: OUTRIDER_ADDRESS changes nothing here; set {flags}"]
+    assert warnings == [f"outrider: warning: OUTRIDER_ADDRESS has no effect here; set {flags}"]
 
 
 @pytest.mark.parametrize("command", ["up", "chat", "demo"])
@@ -358,7 +358,7 @@ def test_an_unknown_option_is_one_line_with_a_suggestion(command: str, capsys: p
     assert lines == ["outrider: error: unknown option --mach-type; did you mean --match-type?; see --help"]
     with pytest.raises(SystemExit):
         main(["models", "list", "extra"])
-    assert capsys.readouterr().err == "outrider: error: nothing takes 'extra' here; see --help\n"
+    assert capsys.readouterr().err == "outrider: error: unexpected argument 'extra'; see --help\n"
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
     said: list[str] = []
     alone = place_drafts(VerifyOptions(), replace(HEAD, speculative_algorithm=("EAGLE3",)), "auto", 1, said.append)
     assert alone.verify == replace(found.verify, speculative_algorithm=("EAGLE3",)) and alone.draft is None
-    assert said == ["no draft service runs beside a model inside rounds: --branch-length of one changes nothing"]
+    assert said == ["a draft model inside rounds runs without a draft service: --branch-length has no effect"]
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("0,-1,1", 1), ("-1,0", 0), ("", 0), (" 1 ", 1)])
@@ -130,8 +130,8 @@ def test_naive_eagle_runs_inside_rounds_alone() -> None:
 @pytest.mark.parametrize(
     ("draft", "verify", "gpus", "message"),
     [
-        (HEAD, {}, 0, r"^--draft-placement: colocated has no draft service on a CPU, and --branch-length of one"),
-        (replace(CPU_HEAD, address="127.0.0.1:0"), {}, 0, r"^--draft-placement: .* and --draft-address of one"),
+        (HEAD, {}, 0, r"^--draft-placement: colocated has no draft service on a CPU, but --branch-length of one"),
+        (replace(CPU_HEAD, address="127.0.0.1:0"), {}, 0, r"^--draft-placement: .* but --draft-address of one"),
         (HEAD, {"device": "cpu"}, 1, r"^--draft-placement: .* --branch-length"),
         (replace(HEAD, speculative_algorithm=("NAIVE_EAGLE",), branch_length=18), {}, 0, "'NAIVE_EAGLE' is not known"),
         (HEAD, {"lockstep": True}, 1, r"^--lockstep: .*--draft-placement remote"),

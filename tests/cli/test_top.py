@@ -154,7 +154,7 @@ def test_what_would_help_is_told_of_an_address_that_shows_no_page(
         assert told in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["top", "--connect=127.0.0.1:1"])
-    assert "--connect: pages stand by themselves: outrider top host:port" in capsys.readouterr().err
+    assert "--connect: not an option of top; give pages as arguments: outrider top host:port" in capsys.readouterr().err
 
 
 def in_terminal(kind: str, page: str) -> str:

@@ -105,11 +105,11 @@ def test_doors_that_are_open_to_all_are_told_with_what_would_close_them(tmp_path
         up.wait_for("Outrider is up", "metrics of gateway")
         for flag in ("--gateway-address", "--rest-address"):
             fix = "set OUTRIDER_API_KEY or --api-key-file"
-            up.wait_for(f"  warning             {flag} 0.0.0.0:4711: whoever reaches it may use it; {fix}\n")
-        up.wait_for("--draft-address 0.0.0.0:4711: whoever reaches it may use it; set --draft-auth-token-file\n")
+            up.wait_for(f"  warning             {flag} 0.0.0.0:4711: anyone who can reach it can use it; {fix}\n")
+        up.wait_for("--draft-address 0.0.0.0:4711: anyone who can reach it can use it; set --draft-auth-token-file\n")
     with Up(tmp_path, model_path, options=doors[:2], OUTRIDER_API_KEY="secret") as up:
         up.wait_for("Outrider is up", "metrics of gateway")
-        assert "whoever" not in up.text and "secret" not in up.text
+        assert "anyone who" not in up.text and "secret" not in up.text
 
 
 def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) -> None:

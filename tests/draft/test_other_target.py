@@ -63,8 +63,8 @@ async def test_another_target_is_drafted_for_by_n_grams_alone_and_the_log_names_
     assert isinstance(hello, Hello)
     assert (hello.model, hello.feature_layers, hello.hidden_size, hello.features_token) == ("NGRAM", (), 0, "")
     assert hello.sources == several.sources, "nodes name their sources by number among all"
-    (line,) = (record.getMessage() for record in caplog.records if "alone drafts" in record.getMessage())
-    assert all(word in line for word in ("NGRAM alone", "other", "EAGLE3+NGRAM", "32", "64"))
+    (line,) = (record.getMessage() for record in caplog.records if "only NGRAM drafts" in record.getMessage())
+    assert all(word in line for word in ("only NGRAM", "other", "EAGLE3+NGRAM", "32", "64"))
     await stream.send(open_message(TEXT, credit=16))
     tokens: list[int] = []
     while len(tokens) <= 8:  # no room is left for a head that is not there
@@ -124,7 +124,7 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot_be_loaded(
         finally:
             await process.close()
     said = capfd.readouterr().err
-    assert f"n-grams alone draft, and {tmp_path}/none is not used: " in said
+    assert f"only n-grams draft, {tmp_path}/none is not used: " in said
 
 
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:

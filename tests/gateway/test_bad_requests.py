@@ -132,13 +132,13 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "invalid_value",
      "'required'"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
-     "tool_choice.function.name", "invalid_value", "none of the tools"),
+     "tool_choice.function.name", "invalid_value", "not one of the tools"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tools", "invalid_value", "tool_choice to auto"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "guided_regex": "a"}, "guided_regex", "invalid_value",
      "only JSON"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": {"type": "allowed_tools", "allowed_tools":
         {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}} for name in "ab"]}}},
-     "tool_choice.allowed_tools.tools[1].function.name", "invalid_value", "none of the tools"),
+     "tool_choice.allowed_tools.tools[1].function.name", "invalid_value", "not one of the tools"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": {"type": "allowed_tools", "allowed_tools":
         {"mode": "none", "tools": []}}}, "tool_choice.allowed_tools.mode", "invalid_value", "'required'"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal",

@@ -129,7 +129,7 @@ async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_th
         _, health = await ask_health(
             world.rest.removeprefix("https://"), "", 20, "", replaced(client, name="gateway.example")
         )
-        assert "likely a REST or metrics port" in health
+        assert "probably a REST or metrics port" in health
 
 
 async def test_a_tool_without_a_certificate_that_the_door_wants_is_told_so(

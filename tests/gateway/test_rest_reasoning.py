@@ -209,8 +209,8 @@ async def test_special_tokens_as_markers_are_seen(
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"messages": []}, "is no name for a template's value"),
-        ({"a b": 1}, "is no name for a template's value"),
+        ({"messages": []}, "is not a valid name for a template's value"),
+        ({"a b": 1}, "is not a valid name for a template's value"),
         ({"x": "y" * 20000}, "over the limit of 16384"),
         ({f"x{i}": 1 for i in range(65)}, "64"),
         ([], "chat_template_kwargs"),

@@ -333,12 +333,12 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         (
             {"tool_choice": {"type": "function", "name": "b"}, "tools": [{"type": "function", "name": "a"}]},
             "tool_choice.name",
-            "none of the tools",
+            "not one of the tools",
         ),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}]}},
             "tool_choice.tools[0].name",
-            "none of the tools",
+            "not one of the tools",
         ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "not supported"),
         ({"tool_choice": 7}, "tool_choice", "'required'"),

@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "classifier": (
         {"architectures": ["GlmForSequenceClassification"], "model_type": "glm"},
-        "GlmForSequenceClassification is no causal language model",
+        "GlmForSequenceClassification is another kind of model than a causal language model",
     ),
     "unknown": (
         {"architectures": ["NobodyForCausalLM"], "model_type": "nobody", "auto_map": {"AutoConfig": "code.Config"}},
@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
             **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
         },
-        "BartForCausalLM is not supported: it takes no positions",
+        "BartForCausalLM is not supported: it takes no position_ids",
     ),
     "quantized": (
         {"architectures": ["GlmForCausalLM"], "model_type": "glm", "quantization_config": {"quant_method": "awq"}},

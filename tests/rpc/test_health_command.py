@@ -90,6 +90,6 @@ async def test_behind_mutual_tls_it_needs_the_files_that_callers_need(tmp_path: 
     assert (await health(address, *given))[0] == 0
     assert (await health(address, "--tls-ca", files.ca))[0] == 1
     code, text = await health(address)
-    assert code == 1 and "; perhaps it wants TLS, or a certificate of the caller" in text
-    assert "; perhaps it wants TLS, or a cert" in (await health(address, "--tls-ca", files.ca))[1]
+    assert code == 1 and "; perhaps it requires TLS or a client certificate" in text
+    assert "; perhaps it requires TLS or a client cert" in (await health(address, "--tls-ca", files.ca))[1]
     await running.stop(0)

@@ -43,9 +43,11 @@ async def test_several_tokens_open_the_door_and_only_whole_ones(start: Any) -> N
 async def test_a_door_without_tokens_guards_nothing_and_says_so(caplog: pytest.LogCaptureFixture, start: Any) -> None:
     with caplog.at_level(logging.WARNING, "outrider.rpc.server"):
         await start()
-        assert "may use it" not in caplog.text
+        assert "can use it" not in caplog.text
         running = await start(address="0.0.0.0:0")
-        assert f"whoever reaches {running.address} may use it; set a bearer token (docs/security.md)" in caplog.text
+        assert (
+            f"anyone who can reach {running.address} can use it; set a bearer token (docs/security.md)" in caplog.text
+        )
         caplog.clear()
         await start(address="0.0.0.0:0", auth_tokens={"token-t": ""})
         assert caplog.text == ""

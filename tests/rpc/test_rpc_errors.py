@@ -212,7 +212,7 @@ async def test_a_port_that_speaks_http_1_is_told_as_no_grpc_door() -> None:
                 await list_models(channel)
         _, health = await ask(address, "", 20, "", None)
     for text in (error_from_rpc(caught.value).message, models.value.message, health):
-        assert "likely a REST or metrics port" in text and "SETTINGS" not in text
+        assert "probably a REST or metrics port" in text and "SETTINGS" not in text
 
 
 async def test_a_peer_that_is_away_is_unavailable(start: Any) -> None:

@@ -169,7 +169,7 @@ def test_a_service_tells_of_a_misspelt_variable_and_starts(monkeypatch: pytest.M
     with spawn("pass") as process:
         _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "OUTRIDER_ADRESS in the environment is no option of any service; was OUTRIDER_ADDRESS meant?" in err
+    assert "OUTRIDER_ADRESS in the environment is not an option of any service; did you mean OUTRIDER_ADDRESS?" in err
 
 
 @pytest.mark.parametrize("given", [(), ("--log-level", "INFO"), ("--address=bar",)])

@@ -205,7 +205,7 @@ def test_a_metrics_page_has_so_many_connections_at_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
 async def test_nobody_listens_on_port_0(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"--draft: .* has port 0, where nobody listens"):
+    with pytest.raises(ConfigError, match=r"--draft: .* has port 0, where nothing can listen"):
         open_channel(address, option="--draft")
 
 

@@ -130,10 +130,10 @@ async def test_files_that_became_useless_change_nothing_and_are_told_of_once(
         with caplog.at_level(logging.INFO, "outrider.rpc.tls"):
             replace(files.cert, b"no certificate")
             assert [await ask(running.address, trusting) for _ in range(3)] == [7, 7, 7]
-            assert caplog.text.count("of no use") == 1 and "--tls-cert and --tls-key" in caplog.text
+            assert caplog.text.count("cannot be used") == 1 and "--tls-cert and --tls-key" in caplog.text
             Path(files.cert).unlink()
             assert [await ask(running.address, trusting) for _ in range(3)] == [7, 7, 7]
-            assert caplog.text.count("of no use") == 2 and "cannot be read: No such file" in caplog.text
+            assert caplog.text.count("cannot be used") == 2 and "cannot be read: No such file" in caplog.text
             assert source.current()[0] == version
             ours.files("server")
             assert await ask(running.address, trusting) == 7
@@ -147,7 +147,7 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
     (tmp_path / "large").write_bytes(bytes(2_000_000))
     for files, words in (
         (changed(good, cert=str(tmp_path / "none")), "--tls-cert: .*none cannot be read: No such file"),
-        (changed(good, key=other.key), "--tls-cert and --tls-key: .* are no pair"),
+        (changed(good, key=other.key), "--tls-cert and --tls-key: .* are not a certificate"),
         (changed(good, ca=str(tmp_path / "text")), "--tls-ca: .*text holds no certificates"),
         (changed(good, cert=str(tmp_path / "large")), "--tls-cert: .*large is larger than"),
         (changed(good, cert="~nobody-here/c.pem"), "--tls-cert: ~nobody-here/c.pem cannot be read: No such file"),

@@ -213,7 +213,7 @@ def test_an_unknown_name_is_answered_with_the_choices(name: str) -> None:
 @pytest.mark.parametrize("find", [resolve_model, served_name, store.config_folder, is_default_target])
 def test_a_home_that_is_not_there_is_told(find: Callable[[str], object]) -> None:
     with pytest.raises(
-        ConfigError, match=r"~nobody-of-this-name/x names a home that is not there; write the whole path"
+        ConfigError, match=r"~nobody-of-this-name/x names a home that does not exist; write the whole path"
     ):
         find("~nobody-of-this-name/x")
 

@@ -120,7 +120,7 @@ def test_every_shard_must_be_there(tmp_path: Path) -> None:
     make_folder(tmp_path, without="model.safetensors")
     make_index(tmp_path, "model-1-of-2.safetensors", "model-2-of-2.safetensors")
     (tmp_path / "model-1-of-2.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"misses 1 of its 2 shards, model-2-of-2\.safetensors"):
+    with pytest.raises(ConfigError, match=r"lacks 1 of its 2 shards, for example model-2-of-2\.safetensors"):
         check_model_folder(tmp_path)
     (tmp_path / "model-2-of-2.safetensors").touch()
     check_model_folder(tmp_path)

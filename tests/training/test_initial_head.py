@@ -117,7 +117,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Te
         (lambda found: {n: t for n, t in found.items() if n != "d2t"}, "draft_vocab_size is 200, and must be 259"),
         (
             lambda found: {"lm_head.weight": found["lm_head.weight"]},
-            "holds no draft that is known here, but tensors such as lm_head.weight",
+            "holds no known kind of draft; its tensors include lm_head.weight",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_
     options = replace(OPTIONS, text=tmp_path)
     with pytest.raises(ConfigError, match=r"holds no texts\.safetensors"):
         train(tiny_folder, tmp_path / "a", device, options, report)
-    with pytest.raises(ConfigError, match=r"--prompts .*: no text is made beside --text"):
+    with pytest.raises(ConfigError, match=r"--prompts .*: no text is generated with --text"):
         train(tiny_folder, tmp_path / "a", device, replace(options, prompts=tmp_path / "q"), report)
     Texts.join([[1]], [[5000]]).save(tmp_path / "texts.safetensors")
     (tmp_path / "texts.json").write_text('{"held_out": [[5]]}')
@@ -267,7 +267,7 @@ def test_a_folder_of_other_files_is_left_alone(
     other = tmp_path / "other"
     shutil.copytree(tiny_folder, other)
     before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
-    assert "holds a model that is no training's" in _refused(tiny_folder, capsys, "--out", str(other))
+    assert "holds a model that no training has written" in _refused(tiny_folder, capsys, "--out", str(other))
     (other / "work").mkdir()
     assert "--out: is the folder of --model" in _refused(other, capsys, "--out", str(other))
     assert before == {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
@@ -276,9 +276,9 @@ def test_a_folder_of_other_files_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--steps", "3", "--minutes", "1"), "--minutes: --steps says how long"),
+        (("--steps", "3", "--minutes", "1"), "--minutes: cannot be combined with --steps"),
         (("--optimizer", "adamw", "--muon-learning-rate", "1"), "--muon-learning-rate: --optimizer adamw"),
-        (("--text", "t", "--tokens", "7"), "--tokens: no text is made beside --text t"),
+        (("--text", "t", "--tokens", "7"), "--tokens: no text is generated with --text t"),
         (("--text", "nowhere", "--num-rows", "4"), "--text nowhere: holds no texts.safetensors"),
     ],
 )

@@ -151,8 +151,14 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
     async with dialled(tmp_path, behave, sleep=sleep) as events:
         await events.until(lambda: len(events.sessions) == 1)
     assert len(pauses) == 10 and 1.0 < max(pauses) < 2.5, "it is to be in use within 5 seconds"
-    told = [record.msg for record in caplog.records if "is refused" in record.msg or "refuses us" in record.msg]
-    assert len(told) == 1 and ("refuses us" in told[0]) == (fault in ("finds that we differ", "wants another token"))
+    told = [
+        record.msg
+        for record in caplog.records
+        if "is refused" in record.msg or "refuses this verify service" in record.msg
+    ]
+    assert len(told) == 1 and ("refuses this verify service" in told[0]) == (
+        fault in ("finds that we differ", "wants another token")
+    )
 
 
 @pytest.mark.parametrize(("patience", "told"), [(0.0, 1), (60.0, 0)])

@@ -100,7 +100,7 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot(
         finally:
             await process.close()
         said = capfd.readouterr().err
-        assert (f"n-grams alone draft, and {path} is not used: " in said) == works
+        assert (f"only n-grams draft, {path} is not used: " in said) == works
         assert ("NGRAM draft in this process" in said) == works
 
 

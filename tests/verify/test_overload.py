@@ -210,7 +210,7 @@ async def test_a_reader_that_falls_behind_is_told_so_and_nothing_more_is_kept(
     for _ in range(100):
         outbox.put(GenerationUpdate(token_ids=[1], logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)]))
     assert outbox.overflowed and not outbox._updates
-    with pytest.raises(OverloadedError, match="left unread too much") as caught:
+    with pytest.raises(OverloadedError, match="too much of the stream was not read") as caught:
         await writing
         await outbox.take()
     assert caught.value.code == "slow_reader"
@@ -218,7 +218,7 @@ async def test_a_reader_that_falls_behind_is_told_so_and_nothing_more_is_kept(
 
 async def test_a_write_that_never_ends_is_given_up() -> None:
     outbox = Outbox(stall_seconds=0.01)
-    with pytest.raises(OverloadedError, match=r"left unread for 0\.01 s"):
+    with pytest.raises(OverloadedError, match=r"the stream was not read for 0\.01 s"):
         await outbox.write(forever)
 
 

@@ -418,7 +418,7 @@ def test_a_draft_service_gets_no_features_of_rounds_that_draft(
         check_same(run_all(engine, jobs(), 4), truth)
     assert bool(remote.authors or remote.texts) == optional and not remote.messages and not remote.num_begun
     (line,) = [record.getMessage() for record in caplog.records if "features" in record.getMessage()]
-    assert "rounds that draft by themselves keep" in line
+    assert "when it drafts inside its rounds" in line
 
 
 def test_what_both_have_found_is_one_tree_and_accepts_as_much_as_the_better_of_both(

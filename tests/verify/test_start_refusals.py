@@ -84,7 +84,7 @@ def test_memory_that_a_machine_has_not_is_told_with_the_fix() -> None:
 
 
 def test_a_device_is_refused_before_the_model_is_looked_for() -> None:
-    with pytest.raises(ConfigError, match="--device: cuda:99 is not there"):
+    with pytest.raises(ConfigError, match="--device: cuda:99 does not exist"):
         load(VerifyOptions(model="nosuch", device="cuda:99"))
 
 

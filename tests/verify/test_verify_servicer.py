@@ -227,7 +227,7 @@ async def test_what_is_not_done_when_the_time_to_drain_is_over_is_told_so(
             told = error_from_rpc(raised.value)
             assert isinstance(told, UnavailableError) and told.code == "draining"
     assert "draining for at most 0.1 s; requests: 2" in caplog.text
-    assert "the time to drain is over; requests cancelled: 2" in caplog.text
+    assert "the drain time is over; requests cancelled: 2" in caplog.text
 
 
 async def test_an_engine_that_fails_tells_every_stream(model: CausalLM, tmp_path: Path) -> None:

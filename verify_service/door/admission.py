@@ -235,12 +235,12 @@ class GrammarChecker:
         """Raise OverloadedError if there is no place left for another grammar, or none in this key's share."""
         num_waiting = sum(not one.done() for one in self._checks.values())
         if num_waiting >= _MAX_WAITING:
-            raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
+            raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, which is the limit; try again later")
         # At least two shares, so that a lone key leaves places for the next one.
         share = _MAX_WAITING // max(2, len({*self._turns, key}))
         if num_waiting >= _MAX_WAITING - _MAX_WAITING // 4 and len(self._turns.get(key, ())) >= share:
             raise OverloadedError(
-                "this client has its share of the grammars that wait to be compiled; try again later",
+                "this client already has its share of the grammars that wait to be compiled; try again later",
                 code="share_used_up",
             )
 

@@ -98,7 +98,7 @@ class DraftDialer:
                 if reason and code in _REFUSALS:
                     state, failure = "refused", reason + _REFUSALS[code]
                     if failure != self._failure:
-                        log.error("draft %s refuses us: %s", self.address, failure)
+                        log.error("draft %s refuses this verify service: %s", self.address, failure)
                 else:
                     self._tell_away(reason or "it does not say why")
             except Exception as error:
@@ -121,7 +121,7 @@ class DraftDialer:
         """Log why the draft is unreachable: at once if it was connected, else after a while; repeat reasons rarely."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if self.state == "connected":
-            log.warning("draft %s is away: %s", self.address, reason)
+            log.warning("draft %s is disconnected: %s", self.address, reason)
             self._told_away = {kind}
         elif self._told_away_at is None:
             self._told_away = set()
@@ -150,7 +150,7 @@ class DraftDialer:
                 await session.close()
                 self._features_failed = session.features_failed
                 self._engine.draft_disconnected(session)
-                log.info("the session with draft %s is over", self.address)
+                log.info("the session with draft %s has ended", self.address)
                 await end_writer(writer)
 
     async def _shake_hands(self, call: SpeculateCall) -> Terms:

@@ -84,7 +84,7 @@ class Backlog:
         """Count a request in. Raises OverloadedError if there is no place, with the time when one may be free."""
         if len(self._unfinished) >= self._max_unfinished:
             raise self._refusal(
-                "requests", f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
+                "requests", f"{self._max_waiting} requests are waiting already, which is the limit; try again later"
             )
         # Alone, a prompt may be as long as the context allows: otherwise it could never be served.
         if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:

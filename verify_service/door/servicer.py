@@ -158,8 +158,9 @@ class Outbox:
             self._write_limit = None
 
     def _slow_reader(self) -> OverloadedError:
-        what = "too much" if self.overflowed else f"for {self._stall_seconds:g} s"
-        return OverloadedError(f"the stream was left unread {what}; read it faster", code="slow_reader")
+        stalled = f"the stream was not read for {self._stall_seconds:g} s"
+        problem = "too much of the stream was not read" if self.overflowed else stalled
+        return OverloadedError(f"{problem}; read it faster", code="slow_reader")
 
 
 def _weight(update: GenerationUpdate) -> int:

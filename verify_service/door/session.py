@@ -197,7 +197,7 @@ class DraftSession:
         for message in messages:
             self._put(message)
         if len(self._queue) > MAX_QUEUED_MESSAGES:
-            log.warning("draft %s does not read; its session is reset", self.address)
+            log.warning("draft %s does not read its stream; its session is reset", self.address)
             self.reset()
         self._filled.set()
 

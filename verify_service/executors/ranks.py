@@ -85,7 +85,7 @@ class Followers:
         self._is_started = False
         self.memory.check = self.check
         self.memory.send(START, msgspec.msgpack.encode(options))
-        log.info("%d ranks; those behind this one are processes %s", world, [p.pid for p in self._processes.values()])
+        log.info("%d ranks; the other ranks are processes %s", world, [p.pid for p in self._processes.values()])
         # Watch from now on: a graph's first run waits on the device, and nobody else would see that a rank has ended.
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 

@@ -109,7 +109,7 @@ class FeatureSender:
             return
         if not self._executor.lends_features:
             log.warning(
-                "draft %s takes features, which rounds that draft by themselves keep; %s",
+                "draft %s takes features, which verify does not send when it drafts inside its rounds; %s",
                 connection.address,
                 _without(replica),
             )

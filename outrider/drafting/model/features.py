@@ -71,7 +71,7 @@ def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
         return None
     sizes = 2 * MAGIC_BYTES < ring.num_bytes <= MAX_RING_BYTES and 0 < len(ring.handle) <= _MAX_HANDLE_BYTES
     if not sizes or len(ring.magic) != MAGIC_BYTES:
-        _logger.warning("verify offers a ring of %d bytes that makes no sense; it is not used", ring.num_bytes)
+        _logger.warning("verify offers an invalid ring of %d bytes; it is not used", ring.num_bytes)
         return None
     try:
         memory = mapper(ring.handle, ring.num_bytes)

@@ -111,8 +111,8 @@ def algorithm_of(folder: Path) -> str:
     # Speculators write only heads, of whatever kind.
     if not any(map(_IN_LAYER.search, names)) or (path.is_file() and "speculators_model_type" in read_json(path)):
         raise ConfigError(
-            f"{folder}: holds no draft that is known here, but tensors such as {min(names, default='none')}; use "
-            f"one of {', '.join(ALGORITHMS)}"
+            f"{folder}: holds no known kind of draft; its tensors include {min(names, default='none')}; use one "
+            f"of {', '.join(ALGORITHMS)}"
         )
     return "STANDALONE"
 
@@ -309,14 +309,14 @@ def choose_drafters(
     target = target or options.target_model_path or DEFAULT_MODEL
     if options.speculative_draft_model_path:
         raise ConfigError(
-            "--speculative-draft-model-path: nothing says what it holds; give --speculative-algorithm EAGLE3, EAGLE, "
-            "DFLASH, DSPARK, NEXTN or STANDALONE"
+            "--speculative-draft-model-path: its kind of drafter is not given; give --speculative-algorithm EAGLE3, "
+            "EAGLE, DFLASH, DSPARK, NEXTN or STANDALONE"
         )
     head = shipped_head(target)
     if head is None:
         where = ", ".join(map(str, head_folders()))
         why = f"its head is not in {where}" if is_default_target(target) else f"no head ships for {target}"
-        say(f"n-grams alone draft: {why}")
+        say(f"only n-grams draft: {why}")
         return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
     return replace(
         options,
@@ -349,5 +349,5 @@ def without_model(options: DraftOptions, error: OutriderError) -> DraftOptions:
     if not can_do_without_model(options):
         raise ConfigError(error.message) from error
     name = options.speculative_draft_model_path or "the draft model"
-    _logger.error("n-grams alone draft, and %s is not used: %s", name, error.message)
+    _logger.error("only n-grams draft, %s is not used: %s", name, error.message)
     return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")

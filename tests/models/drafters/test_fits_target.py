@@ -83,7 +83,7 @@ def test_layer_types_that_are_none_are_refused(layers: Any, tmp_path: Path) -> N
 )
 def test_other_kinds_of_heads_are_no_language_models(fields: dict[str, Any], names: list[str], tmp_path: Path) -> None:
     save_head(tmp_path, {**FIELDS, **fields}, {name: torch.zeros(2, 2) for name in names})
-    with pytest.raises(ConfigError, match=f"holds no draft that is known here, but tensors such as {min(names)}; use"):
+    with pytest.raises(ConfigError, match=f"holds no known kind of draft; its tensors include {min(names)}; use"):
         algorithm_of(tmp_path)
 
 
