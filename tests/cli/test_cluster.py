@@ -273,7 +273,7 @@ def test_a_machine_that_has_no_thread_left_is_told_and_nothing_stays(num_threads
         cluster._spawner.submit(int).result()
     former = threading.stack_size(1 << 47)  # for which no machine has room
     try:
-        with pytest.raises(ServiceFailedError, match=r"cannot be started: can't start new thread; see .*ulimit -u"):
+        with pytest.raises(ServiceFailedError, match=r"cannot be started: can't start new thread; check .*ulimit -u"):
             cluster.__enter__()
     finally:
         threading.stack_size(former)

@@ -141,4 +141,4 @@ def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: p
         chosen = drafters_of_service(DraftOptions(speculative_draft_model_path="/models/head"))
     assert (chosen.speculative_algorithm, chosen.speculative_draft_model_path) == (("NGRAM",), "")
     (record,) = caplog.records
-    assert all(word in record.getMessage() for word in ("/models/head", "--speculative-algorithm", "n-grams alone"))
+    assert all(word in record.getMessage() for word in ("/models/head", "--speculative-algorithm", "only n-grams"))
