@@ -41,7 +41,7 @@ _ERRORS = {
     "413": "The body is over the limit.",
     "415": "The body is not application/json.",
     "429": "Too many answers in progress; see Retry-After.",
-    "500": "A fault of the server.",
+    "500": "An error of the server.",
     "503": "No verify service is ready, or the gateway is shutting down; see Retry-After.",
     "504": "The answer was not complete before its deadline.",
 }

@@ -57,7 +57,7 @@ def _int32s(count: int) -> Struct:
 
 @dataclass(eq=False, slots=True)
 class _Lists:
-    """The fields of a round in the making."""
+    """The fields of a round that is being laid out."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
