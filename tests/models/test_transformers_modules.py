@@ -93,23 +93,26 @@ def test_a_norm_that_subtracts_the_mean_stays_in_bfloat16_too(tmp_path: Path) ->
     assert relative_error(run_one(model, model.new_kv(12), ids, torch.arange(12)), expected) < 0.05
 
 
+class Holder(nn.Module):
+    """A model of one module, without an output matrix."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
 @pytest.mark.parametrize("fault", ["takes two", "returns two"])
 def test_a_norm_that_is_called_otherwise_stays(fault: str) -> None:
     class GatedNorm(nn.RMSNorm):
         def forward(self, rows: Tensor, *gate: Tensor) -> Any:
             return (super().forward(rows * gate[0]),) if fault == "takes two" else (super().forward(rows), rows)
 
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = GatedNorm(8, eps=1e-6)
-
-        def get_output_embeddings(self) -> None:
-            return None
-
-    holder = Holder()
+    holder = Holder(GatedNorm(8, eps=1e-6))
     replace_modules(holder)
-    assert isinstance(holder.norm, GatedNorm)
+    assert isinstance(holder.child, GatedNorm)
 
 
 @torch.no_grad()
@@ -123,35 +126,19 @@ def test_the_linear_layers_of_an_mlp_are_packed_once() -> None:
         def forward(self, rows: Tensor) -> Any:
             return self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
 
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
-
-        def get_output_embeddings(self) -> None:
-            return None
-
-    holder, rows = Holder(), torch.randn(1, 3, 8)
-    mlp, expected = holder.mlp, holder.mlp(rows)
+    mlp, rows = Mlp(), torch.randn(1, 3, 8)
+    holder, expected = Holder(mlp), mlp(rows)
     replace_modules(holder)
-    assert not isinstance(holder.mlp, nn.Module) and relative_error(holder.mlp(rows), expected) < 1e-5
+    assert not isinstance(holder.child, nn.Module) and relative_error(holder.child(rows), expected) < 1e-5
     assert all(isinstance(part, nn.Linear) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def test_what_a_container_runs_stays_a_module() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-
-        def get_output_embeddings(self) -> None:
-            return None
-
-    model = Outer()
+    model = Holder(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
     rows = torch.randn(3, 4)
-    expected = model.inner(rows)
+    expected = model.child(rows)
     replace_modules(model)
-    assert torch.equal(model.inner(rows), expected)
+    assert torch.equal(model.child(rows), expected)
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -207,7 +207,7 @@ class _EngineState(Collector):
             ("kv_pages_used", "KV pages that requests or the radix cache hold.", snapshot.num_pages_used),
             (
                 "tokens_per_second",
-                "Committed tokens per second over the last 5 seconds.",
+                f"Committed tokens per second over the last {_WINDOW_SECONDS:g} seconds.",
                 self.metrics.tokens_per_second,
             ),
             ("ranks", "Processes that share each layer of the target.", self.num_ranks),
