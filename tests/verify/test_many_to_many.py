@@ -142,11 +142,14 @@ def test_one_draft_serves_two_verify_replicas_and_a_killed_one_is_a_clear_error_
         assert sum(reply.num_accepted for reply in replies) > 0
     wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_open_requests") == 0)
     killed, other = replicas.clusters
-    # Without drafts a whole answer takes as many rounds as it has tokens, and many make them long: none is over before
-    # the service is.
+    # Four run at a time: on a busy machine some may be whole before the kill takes effect, never all of them.
     calls = generate_all(killed, 8 * PROMPTS, 240, False, lambda count: killed.verify.kill())
-    for reply in asyncio.run(calls):
+    replies = asyncio.run(calls)
+    cut = [reply for reply in replies if reply.code is not grpc.StatusCode.OK]
+    assert any(reply.token_ids for reply in cut), "the kill came while streams ran"
+    for reply in cut:
         assert reply.code is grpc.StatusCode.UNAVAILABLE and len(reply.token_ids) < 240, reply
+    assert all(len(reply.token_ids) == 240 for reply in replies if reply.code is grpc.StatusCode.OK)
     with openai.OpenAI(base_url=f"{killed.rest_url}/v1", api_key="none", max_retries=0) as client:
         complete = partial(client.completions.create, model="tiny", prompt=PROMPTS[0], max_tokens=20, temperature=0)
         with pytest.raises(openai.InternalServerError) as refused:
