@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from harness import PAGE_SIZE, Answer, Silence, make_request
 from local_draft import LocalDraft
 from threaded_engine import ThreadedEngine
 
-from outrider.errors import UnavailableError
+from outrider.errors import InternalError, UnavailableError
 from outrider.protocol.speculation import VerifyMessage
 from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
@@ -91,6 +92,25 @@ def test_an_engine_that_fails_tells_requests_that_it_has_not_looked_at() -> None
     for answer in (behind, last):
         assert answer.done.wait(10)
         assert isinstance(answer.updates[-1].error, UnavailableError)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of order"), InternalError("rank 1 has ended")])
+def test_log_and_clients_are_told_the_same_end_of_the_service(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    engine = scripted_engine(Scripted())
+    engine.ask(fail)
+    answer = submit(engine)
+    with caplog.at_level(logging.ERROR, "verify_service"):
+        engine.start()
+        assert answer.done.wait(10)
+        engine.stop()
+    told = answer.updates[-1].error
+    assert told is not None and told.message.endswith("; the service ends, to be restarted")
+    assert caplog.records[-1].getMessage() == "the engine failed; the service ends, to be restarted"
 
 
 def test_an_engine_that_fails_while_it_ends_a_request_tells_it_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

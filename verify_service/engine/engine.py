@@ -25,7 +25,7 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.executors.base import Executor
 from verify_service.features.sender import FeatureSender
-from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED
+from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED, SERVICE_ENDS
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.draft_rest import DraftRest
@@ -139,12 +139,10 @@ class VerifyEngine:
         try:
             while not self._stopping:
                 self._step()
-        except OutriderError as error:
-            log.exception("the engine failed; the service must be restarted")
-            self._fail_all(UnavailableError(f"{error.message}; the service restarts"))
-        except Exception:
-            log.exception("the engine failed; the service must be restarted")
-            self._fail_all(UnavailableError(ENGINE_FAILED))
+        except Exception as error:
+            log.exception("the engine failed; %s", SERVICE_ENDS)
+            told = f"{error.message}; {SERVICE_ENDS}" if isinstance(error, OutriderError) else ENGINE_FAILED
+            self._fail_all(UnavailableError(told))
         else:
             self._fail_all(UnavailableError(ENGINE_STOPPED))
 
