@@ -257,7 +257,8 @@ class EngineProcess(Generic[ServedT]):
             return
         await self._engine.stands_still(seconds)
         log.error(
-            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed, the service ends, to be restarted",
+            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed, and the service ends, "
+            "to be restarted",
             self._engine.SILENCE, seconds, self._engine.num_requests,
         )  # fmt: skip
         self._kill()
