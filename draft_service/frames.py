@@ -50,7 +50,7 @@ class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     session: int
     vocab_size: int
-    tokenizer_hash: str
+    token_ids_hash: str
     """SHA-256 of the target's tokenizer.json, hexadecimal; empty if verify does not say."""
     parts: frozenset[int] | None
     """Numbers of the drafters that guess for this session; None for all."""

@@ -55,7 +55,7 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
             model=info.model,
-            tokenizer_hash=self.token_ids_hash,
+            token_ids_hash=self.token_ids_hash,
             vocab_size=info.vocab_size,
             max_positions=info.context_length,
             hidden_size=self.hidden_size,

@@ -287,7 +287,7 @@ CASES: dict[str, ChaosCase] = {
     "tokenizer_wrong": ChaosCase(
         "a drafter that says it has another tokenizer",
         "relayed",
-        partial(disguised, tokenizer_hash="0" * 64),
+        partial(disguised, token_ids_hash="0" * 64),
         f"{PLAIN_SPEED} Verify's log names both values; it asks again every 2 seconds.",
     ),
     "vocabulary_wrong": ChaosCase(

@@ -131,7 +131,7 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
             yield f"{Path(path).name.lower()} {name}", load_draft_model(told)
     if options.random_standalone:
         model = random_model(SMALL, SMALL_VOCAB, torch.bfloat16, device, tied=True)
-        yield "135m standalone", StandaloneDraft(model, tokenizer_hash="")
+        yield "135m standalone", StandaloneDraft(model, token_ids_hash="")
     if options.random_eagle3:
         yield "llama-8b eagle3", random_head(device, torch.bfloat16)
 

@@ -241,12 +241,12 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) 
             "only %s drafts for %s, which %s does not fit: %s",
             *(names, theirs.model or "this target", offered.model, error.message),
         )
-    return ours, SessionUp(0, terms.vocab_size, theirs.tokenizer_hash, parts, line.token if line else "")
+    return ours, SessionUp(0, terms.vocab_size, theirs.token_ids_hash, parts, line.token if line else "")
 
 
 def check_same_target(target: SessionUp, served: SessionUp) -> None:
     """Raise HandshakeError if the target of a new session is not the one that is `served` now."""
-    for name in ("vocab_size", "tokenizer_hash"):
+    for name in ("vocab_size", "token_ids_hash"):
         theirs, ours = getattr(target, name), getattr(served, name)
         if theirs != ours:
             raise HandshakeError(

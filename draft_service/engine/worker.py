@@ -182,7 +182,7 @@ class DraftEngine:
         self._features = FeatureReceiver(features, drafter, mapper, self._apply, self._fail_features)
         self._ports: dict[int, AnswerPort] = {}
         self._target: tuple[int, str] | None = None
-        """Vocabulary size and tokenizer hash of the newest session."""
+        """Vocabulary size and hash of token ids of the newest session."""
         self._watch_seconds = 0.0 if mapper is None else _WATCH_SECONDS
         # Requests leave no reference cycles, and tries of open ones have a million nodes: a full collection would take
         # a second.
@@ -286,11 +286,11 @@ class DraftEngine:
 
     def _begin(self, up: SessionUp) -> None:
         """Begin a session; if its target differs from the last one, forget what was learned from that one's text."""
-        target = (up.vocab_size, up.tokenizer_hash)
+        target = (up.vocab_size, up.token_ids_hash)
         if target != self._target:
             self._target = target
             self.requests.growth.forget_target()
-            self.requests.grammars.serve(up.tokenizer_hash)
+            self.requests.grammars.serve(up.token_ids_hash)
         self._ports[up.session] = AnswerPort(up.vocab_size, up.parts, partial(self._reporter.answer, up.session))
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:

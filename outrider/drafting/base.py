@@ -17,7 +17,7 @@ class Needs:
 
     vocab_size: int = 0
     """Size of the drafter's own vocabulary."""
-    tokenizer_hash: str = ""
+    token_ids_hash: str = ""
     """Hash of the drafter's own tokenizer.json: see outrider.models.store_folder.hash_token_ids."""
     hidden_size: int = 0
     """Width of the features that the drafter takes."""

@@ -118,20 +118,20 @@ class DraftGrammars:
 
     def __init__(self, options: DraftOptions) -> None:
         self._options = options
-        self._tokenizer_hash = ""
+        self._token_ids_hash = ""
         self._orders: Queue[Callable[[], None]] = Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._vocabularies: dict[tuple[str, int], GrammarVocabulary | None] = {}
-        """By tokenizer hash and size; None where the tokenizer was not found, so that it is looked for only once."""
+        """By hash of token ids and size; None where the tokenizer was not found, so that it is looked for only once."""
 
-    def serve(self, tokenizer_hash: str, vocabulary: GrammarVocabulary | None = None) -> None:
-        """Set the target's tokenizer from now on; `tokenizer_hash` is empty if verify does not say.
+    def serve(self, token_ids_hash: str, vocabulary: GrammarVocabulary | None = None) -> None:
+        """Set the target's tokenizer from now on; `token_ids_hash` is empty if verify does not say.
 
         `vocabulary`: the vocabulary of that tokenizer, if it was read already.
         """
-        self._tokenizer_hash = tokenizer_hash
+        self._token_ids_hash = token_ids_hash
         if vocabulary is not None:
-            self._vocabularies[tokenizer_hash, vocabulary.size] = vocabulary
+            self._vocabularies[token_ids_hash, vocabulary.size] = vocabulary
 
     def open(self, author: TreeAuthor, vocab_size: int) -> None:
         """Give a new request's author its guide, if the request has a grammar."""
@@ -142,7 +142,7 @@ class DraftGrammars:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
         try:
-            self._orders.put_nowait(partial(self._compile, guide, author, vocab_size, self._tokenizer_hash))
+            self._orders.put_nowait(partial(self._compile, guide, author, vocab_size, self._token_ids_hash))
         except Full:
             return
         author.guide = guide
@@ -159,20 +159,20 @@ class DraftGrammars:
             finally:
                 self._orders.task_done()
 
-    def _compile(self, guide: GrammarGuide, author: TreeAuthor, vocab_size: int, tokenizer_hash: str) -> None:
+    def _compile(self, guide: GrammarGuide, author: TreeAuthor, vocab_size: int, token_ids_hash: str) -> None:
         grammar = author.sampling.grammar
-        vocabulary = self._vocabulary(tokenizer_hash, vocab_size)
+        vocabulary = self._vocabulary(token_ids_hash, vocab_size)
         if vocabulary is None or grammar is None:
             return
         # A grammar is not compiled anew in mid-answer just for guesses: the rest is then drafted without it.
         guide.state = GrammarState(compile_grammar(grammar, vocabulary))
 
-    def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> GrammarVocabulary | None:
+    def _vocabulary(self, token_ids_hash: str, vocab_size: int) -> GrammarVocabulary | None:
         """Return the target's vocabulary, if its tokenizer is here. Raises ConfigError, once, if it cannot be read."""
-        key = (tokenizer_hash, vocab_size)
+        key = (token_ids_hash, vocab_size)
         if key not in self._vocabularies:
             self._vocabularies[key] = None
-            folder = find_tokenizer(self._options, tokenizer_hash)
+            folder = find_tokenizer(self._options, token_ids_hash)
             if folder is not None:
                 self._vocabularies[key] = GrammarVocabulary.from_folder(folder, vocab_size, _end_ids(folder))
             else:
@@ -190,7 +190,7 @@ def _end_ids(folder: Path) -> list[int]:
 
 
 def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:
-    """Return the folder of a named model on this machine whose tokenizer has the SHA-256 `wanted` (empty: any)."""
+    """Return the folder of a named model on this machine whose `hash_token_ids` is `wanted` (empty: any)."""
     for name in filter(None, (options.target_model_path, draft_name(options))):
         folder = local_folder(name)
         found = hash_token_ids(folder)
@@ -379,7 +379,7 @@ def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
         PROTOCOL_VERSION,
         NOISE_VERSION,
         model="+".join(named_drafters(options)),
-        tokenizer_hash=needs.tokenizer_hash,
+        token_ids_hash=needs.token_ids_hash,
         vocab_size=needs.vocab_size,
         hidden_size=needs.hidden_size,
         feature_layers=tuple(needs.feature_layers),

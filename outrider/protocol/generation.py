@@ -43,7 +43,7 @@ class VerifyInfo(msgspec.Struct, frozen=True, array_like=True):
     model_path: str
     """Folder of the checkpoint, which holds the tokenizer."""
     tokenizer_hash: str
-    """SHA-256 of tokenizer.json, hexadecimal."""
+    """SHA-256 of the bytes of tokenizer.json, hexadecimal, for gateways; drafts compare `Hello.token_ids_hash`."""
     vocab_size: int
     context_length: int
     """Most tokens of prompt and output together."""

@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     protocol_version: int = 0
     noise_version: int = 0
     model: str = ""
-    tokenizer_hash: str = ""
+    token_ids_hash: str = ""
     vocab_size: int = 0
     """Token ids must be below this."""
     hidden_size: int = 0

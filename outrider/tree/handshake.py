@@ -55,9 +55,9 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         raise InvalidRequestError(
             "hello.vocab_size", f"{verify.vocab_size} is not a vocabulary size", "send the target's size"
         )
-    if verify.tokenizer_hash and draft.tokenizer_hash:
+    if verify.token_ids_hash and draft.token_ids_hash:
         fix = f"use a drafter of the target's tokenizer, or, if it is that, {_RELEASE}"
-        _same("tokenizer_hash", verify.tokenizer_hash, draft.tokenizer_hash, fix)
+        _same("token_ids_hash", verify.token_ids_hash, draft.token_ids_hash, fix)
     if draft.hidden_size:
         fix = "use a drafter that was trained for the target"
         _same("hidden_size", verify.hidden_size, draft.hidden_size, fix)
@@ -66,7 +66,7 @@ def agree(verify: Hello, draft: Hello) -> Terms:
     return replace(
         draft,
         model="",
-        tokenizer_hash="",
+        token_ids_hash="",
         # Padded vocabularies may differ in size; an id that one side lacks is illegal.
         vocab_size=min(verify.vocab_size, draft.vocab_size or verify.vocab_size),
         sources=tuple(name[:MAX_SOURCE_NAME] for name in draft.sources[:MAX_SOURCES]),

@@ -26,11 +26,11 @@ DECLINE_REASON_INVALID: DeclineReason
 DECLINE_REASON_DRAINING: DeclineReason
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional", "line", "drafts_on_demand")
+    __slots__ = ("protocol_version", "noise_version", "model", "token_ids_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional", "line", "drafts_on_demand")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_HASH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -46,7 +46,7 @@ class Hello(_message.Message):
     protocol_version: int
     noise_version: int
     model: str
-    tokenizer_hash: str
+    token_ids_hash: str
     vocab_size: int
     hidden_size: int
     feature_layers: _containers.RepeatedScalarFieldContainer[int]
@@ -59,7 +59,7 @@ class Hello(_message.Message):
     features_optional: bool
     line: Line
     drafts_on_demand: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ..., line: _Optional[_Union[Line, _Mapping]] = ..., drafts_on_demand: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., token_ids_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ..., line: _Optional[_Union[Line, _Mapping]] = ..., drafts_on_demand: _Optional[bool] = ...) -> None: ...
 
 class Line(_message.Message):
     __slots__ = ("host", "path", "token")

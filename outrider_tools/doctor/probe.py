@@ -106,7 +106,7 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
         model=path.name,
-        tokenizer_hash=hash_token_ids(path),
+        token_ids_hash=hash_token_ids(path),
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         hidden_size=config.hidden_size,
@@ -125,7 +125,7 @@ def _draft(options: DraftOptions) -> tuple[Hello, str]:
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
-        tokenizer_hash=model.tokenizer_hash,
+        token_ids_hash=model.token_ids_hash,
         vocab_size=model.target_vocab_size,
         max_positions=model.max_positions,
         hidden_size=model.hidden_size,

@@ -27,7 +27,7 @@ class _TinyDraft(DraftModel):
         self.max_positions = config.max_positions
         self.vocab_size = self.target_vocab_size = config.vocab_size
         self.target_ids = None
-        self.tokenizer_hash = ""
+        self.token_ids_hash = ""
         self.hidden_size, self.feature_layers, self.feature_size = 0, (), 0
 
     def forward(

@@ -291,7 +291,7 @@ def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Pa
     assert look(tiny_model, same) == ""
     told["added_tokens"].append({"id": 300, "content": "<other>", "special": True})
     tokenizer.write_text(json.dumps(told))
-    assert "handshake: hello.tokenizer_hash: verify has" in look(tiny_model, same)
+    assert "handshake: hello.token_ids_hash: verify has" in look(tiny_model, same)
 
 
 def test_a_target_without_a_tensor_is_told_before_weights_are_read(tiny_model: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_hello_tells_both_sides_who_is_there(serve: Serve) -> None:
         (replace(HELLO, noise_version=99), ("noise_version", "99", str(HELLO.noise_version))),
         (replace(HELLO, hidden_size=32), ("hidden_size", "32", "64")),
         (replace(HELLO, hidden_size=64, num_layers=3), ("feature_layers", "3 layers", "(2, 5)")),
-        (replace(HELLO, tokenizer_hash="beef"), ("tokenizer_hash", "beef", "cafe")),
+        (replace(HELLO, token_ids_hash="beef"), ("token_ids_hash", "beef", "cafe")),
     ],
 )
 async def test_what_does_not_fit_is_refused_naming_both_values(
@@ -71,7 +71,7 @@ async def test_what_does_not_fit_is_refused_naming_both_values(
 ) -> None:
     drafter = SignallingDrafter()
     if "hash" in words[0]:
-        drafter.needs = Needs(tokenizer_hash="cafe")
+        drafter.needs = Needs(token_ids_hash="cafe")
     elif "version" not in words[0]:
         drafter.needs = Needs(hidden_size=64, feature_layers=(2, 5))
     stream = (await serve(drafter)).stream()

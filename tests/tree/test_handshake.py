@@ -13,7 +13,7 @@ from outrider.tree.handshake import MAX_PROJECTION_BYTES, HandshakeError, agree
 VERIFY = Hello(
     PROTOCOL_VERSION,
     NOISE_VERSION,
-    tokenizer_hash="cafe",
+    token_ids_hash="cafe",
     vocab_size=100,
     hidden_size=64,
     num_layers=12,
@@ -43,8 +43,8 @@ def test_a_draft_may_serve_shorter_sequences() -> None:
 
 
 def test_a_tokenizer_is_compared_where_both_name_one() -> None:
-    assert agree(VERIFY, replace(DRAFT, tokenizer_hash="cafe"))
-    assert agree(replace(VERIFY, tokenizer_hash=""), replace(DRAFT, tokenizer_hash="beef"))
+    assert agree(VERIFY, replace(DRAFT, token_ids_hash="cafe"))
+    assert agree(replace(VERIFY, token_ids_hash=""), replace(DRAFT, token_ids_hash="beef"))
 
 
 def test_layers_up_to_the_one_behind_the_final_norm_can_be_had() -> None:
@@ -64,7 +64,7 @@ def test_a_projection_may_be_offered_that_makes_features_smaller() -> None:
     [
         ({"protocol_version": 77}, ("protocol_version", str(PROTOCOL_VERSION), "77")),
         ({"noise_version": 99}, ("noise_version", str(NOISE_VERSION), "99")),
-        ({"tokenizer_hash": "beef"}, ("tokenizer_hash", "cafe", "beef")),
+        ({"token_ids_hash": "beef"}, ("token_ids_hash", "cafe", "beef")),
         ({"hidden_size": 32}, ("hidden_size", "64", "32")),
         ({"hidden_size": 64, "feature_layers": (3, 14)}, ("feature_layers", "12", "(3, 14)")),
         ({"hidden_size": 64, "feature_layers": (3, 3)}, ("feature_layers", "12", "(3, 3)")),

@@ -24,7 +24,7 @@ from outrider.tree.handshake import Terms
 from verify_service.door.dialer import DraftDialer
 from verify_service.door.session import DraftSession
 
-HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
+HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, token_ids_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
 BEGIN = FeaturesBegin("", (4, 1), 16, "float32")
 Context = grpc.aio.ServicerContext[bytes, bytes]

@@ -114,7 +114,7 @@ async def test_what_is_left_of_a_batch_that_ended_its_session_is_not_taken(tmp_p
 async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_path: Path) -> None:
     async def behave(context: Context, number: int) -> None:
         await context.read()
-        theirs = THEIRS if number > 1 else replace(THEIRS, tokenizer_hash="beef")
+        theirs = THEIRS if number > 1 else replace(THEIRS, token_ids_hash="beef")
         await context.write(encode_draft([theirs]).SerializeToString())
         await stay(context)
 
@@ -140,11 +140,11 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
             return
         await context.read()  # a stream that ends before is a lost connection to some dials
         if fault == "differs":
-            await context.write(encode_draft([replace(THEIRS, tokenizer_hash="beef")]).SerializeToString())
+            await context.write(encode_draft([replace(THEIRS, token_ids_hash="beef")]).SerializeToString())
         elif fault == "garbles":
             await context.write(b"\xff\xff\xff")
         elif fault == "finds that we differ":
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "hello.tokenizer_hash: verify has 'a', not 'b'")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "hello.token_ids_hash: verify has 'a', not 'b'")
         elif fault == "wants another token":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
 

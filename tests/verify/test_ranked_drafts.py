@@ -198,7 +198,7 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
 
     def record(told: DraftOptions, device: torch.device, dtype: torch.dtype, report: object, exchange: Any) -> object:
         asked.append(exchange)
-        return SimpleNamespace(tokenizer_hash="", hidden_size=64, target_vocab_size=target.config.vocab_size)
+        return SimpleNamespace(token_ids_hash="", hidden_size=64, target_vocab_size=target.config.vocab_size)
 
     monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1 if is_cut else 1 << 30)
     monkeypatch.setattr(loading, "load_draft_model", record)
@@ -216,7 +216,7 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
 def test_a_draft_that_lacks_tokens_of_the_target_does_not_run_inside_rounds(
     ranks_folder: Path, head: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = SimpleNamespace(tokenizer_hash="", hidden_size=64, target_vocab_size=10)
+    small = SimpleNamespace(token_ids_hash="", hidden_size=64, target_vocab_size=10)
     monkeypatch.setattr(loading, "load_draft_model", lambda *_: small)
     target = CausalLM(model.config, torch.float32, torch.device("meta"))
     target.device = torch.device("cuda")

@@ -44,15 +44,15 @@ class ColocatedDraft:
         drafter: AnyDrafter,
         options: DraftOptions,
         terms: Terms,
-        tokenizer_hash: str = "",
+        token_ids_hash: str = "",
         vocabulary: GrammarVocabulary | None = None,
     ) -> None:
-        """`tokenizer_hash`, `vocabulary`: of the target's tokenizer, as grammars see it."""
+        """`token_ids_hash`, `vocabulary`: of the target's tokenizer, as grammars see it."""
         self.terms = terms
         self.speculative_algorithm = options.speculative_algorithm
         self._drafter = drafter
         self._requests = Requests(drafter, options)
-        self._requests.grammars.serve(tokenizer_hash, vocabulary)
+        self._requests.grammars.serve(token_ids_hash, vocabulary)
         self._answers: list[DraftMessage] = []
         self._port = AnswerPort(terms.vocab_size, None, self._answers.extend)
         self._stream: FeaturesBegin

@@ -51,7 +51,7 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     runner = build_runner(model, options)
     needs = Needs(
         vocab_size=model.target_vocab_size,
-        tokenizer_hash=model.tokenizer_hash,
+        token_ids_hash=model.token_ids_hash,
         hidden_size=model.hidden_size,
         feature_layers=tuple(model.feature_layers),
         max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),

@@ -24,7 +24,7 @@ from outrider.tree.handshake import MAX_PROJECTION_BYTES, Projection, name_proje
 class DraftModel(ABC):
     """A model that guesses the target's tokens, with or without its features. Callers are in inference mode."""
 
-    tokenizer_hash: str = ""
+    token_ids_hash: str = ""
     """Hash of its tokenizer, or of its target's if it has none, by `hash_token_ids`; empty if neither is known."""
     hidden_size: int = 0
     """Width of the target's hidden state; 0 for a model without features."""

@@ -391,10 +391,10 @@ class MarkovHead:
 class StandaloneDraft(DraftModel):
     """Any causal language model; `target_ids` int32 are those of its output matrix's rows, None for all."""
 
-    def __init__(self, model: LanguageModel, tokenizer_hash: str, target_ids: Tensor | None = None) -> None:
+    def __init__(self, model: LanguageModel, token_ids_hash: str, target_ids: Tensor | None = None) -> None:
         super().__init__(model.config, model.config.vocab_size, target_ids, model.dtype, model.device)
         self.model = model
-        self.tokenizer_hash = tokenizer_hash
+        self.token_ids_hash = token_ids_hash
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend

@@ -78,7 +78,7 @@ def load_draft_model(
     target = _target_folder(options)
     head = _load_head(options, algorithm, folder, target, device, dtype, progress, exchange)
     # A head without a tokenizer uses its target's.
-    head.tokenizer_hash = hash_token_ids(folder) or (hash_token_ids(target) if target is not None else "")
+    head.token_ids_hash = hash_token_ids(folder) or (hash_token_ids(target) if target is not None else "")
     return head
 
 

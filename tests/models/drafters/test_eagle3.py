@@ -78,7 +78,7 @@ def test_a_chain_computes_the_formulas(tmp_path: Path) -> None:
     assert (model.vocab_size, model.target_vocab_size, model.max_positions) == (len(DRAFT_IDS), VOCAB, 128)
     assert model.target_ids is not None and model.target_ids.tolist() == DRAFT_IDS
     assert model.target_ids.dtype == torch.int32
-    assert model.tokenizer_hash == ""
+    assert model.token_ids_hash == ""
     ids, raw = inputs()
     check(model, whole_of(tensors), raw @ tensors["fc.weight"].T, ids, raw)
 

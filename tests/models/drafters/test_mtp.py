@@ -67,7 +67,7 @@ def test_the_head_may_be_given_as_the_draft(tmp_path: Path) -> None:
     save_mimo(tmp_path / "target")
     (tmp_path / "target" / "tokenizer.json").write_text("{}")
     model = load("NEXTN", speculative_draft_model_path=str(tmp_path / "target"))
-    assert len(model.tokenizer_hash) == 64
+    assert len(model.token_ids_hash) == 64
     config = tmp_path / "target" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window_size": 64}))
     assert load("NEXTN", speculative_draft_model_path=str(tmp_path / "target")).window == (64, 16)

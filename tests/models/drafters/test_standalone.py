@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(tied: bool, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = reference(token_ids(30)[None]).logits[0]
     assert relative_error(logits_of(model), expected) <= 1e-5
-    assert model.tokenizer_hash == hashlib.sha256(b'{"a": 1}').hexdigest()
+    assert model.token_ids_hash == hashlib.sha256(b'{"a": 1}').hexdigest()
     assert (model.vocab_size, model.target_vocab_size, model.target_ids) == (97, 97, None)
     assert (model.hidden_size, model.feature_layers, model.feature_size, model.max_positions) == (0, (), 0, 256)
     allowed = tmp_path / "map.json"
