@@ -118,6 +118,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0
+    """Preemptions for lack of pages."""
     dropped: dict[str, int] = {}
     """Draft tokens that brought nothing, by reason."""
     declined: dict[str, int] = {}
@@ -129,6 +130,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Graphs of rounds that are still to be captured before a draft gets features."""
     drafts_waiting: int = 0
     """Connected drafts that are to get features but do not get any yet."""
+    num_displaced: int = 0
+    """Preemptions for requests of other API keys."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):

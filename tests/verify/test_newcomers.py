@@ -58,6 +58,7 @@ def test_one_that_has_several_places_makes_way_and_its_text_stays(spin: bool) ->
     assert [answer.token_ids for answer in flood] == [expected.token_ids] * 4
     assert first.token_ids == second.token_ids == expected.token_ids[:8]
     assert engine.scheduler.num_preemptions == 0, "they lacked no pages"
+    assert engine.scheduler.num_displaced == 2
 
 
 def test_nobody_makes_way_for_requests_of_its_own_key_or_where_each_key_has_one() -> None:

@@ -72,7 +72,7 @@ def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -
 def test_the_page_shows_the_engine_s_last_word() -> None:
     metrics = VerifyMetrics()
     peers = [DraftStatus("far:1", True, 0.002)]
-    snapshot = Snapshot(3, 4, 100, 50, 2, {"duplicate": 7}, {"gap": 1}, peers, {1: 0.5}, 9, 1)
+    snapshot = Snapshot(3, 4, 100, 50, 2, {"duplicate": 7}, {"gap": 1}, peers, {1: 0.5}, 9, 1, 6)
     backlog = SimpleNamespace(num_tokens=9, refused={"requests": 5, "tokens": 6}, slow_readers=8)
     engine = SimpleNamespace(snapshot=snapshot, num_running=3, num_waiting=4, num_healthy=1, backlog=backlog)
     metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
@@ -90,6 +90,7 @@ def test_the_page_shows_the_engine_s_last_word() -> None:
         'wasted_draft_tokens_total{reason="duplicate"} 7.0',
         'declines_total{reason="gap"} 1.0',
         "preemptions_total 2.0",
+        "displaced_requests_total 6.0",
         'draft_connected{address="far:1"} 1.0',
         'draft_answer_seconds{address="far:1"} 0.002',
         'round_cost_seconds{tokens="1"} 0.5',

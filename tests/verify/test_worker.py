@@ -127,7 +127,7 @@ def test_drafts_are_told_at_once(wire: Wire) -> None:
 def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire) -> None:
     now = 100.0
     reporter = VerifyReporter(wire.pipe, clock=lambda: now)
-    scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0)
+    scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0, num_displaced=0)
     engine = SimpleNamespace(
         scheduler=scheduler,
         memory=SimpleNamespace(num_pages=8, num_used=0),

@@ -228,8 +228,10 @@ class _EngineState(Collector):
             "refused_requests", "Requests refused because too much is already waiting, by reason.", "reason", refused
         )
         yield _family("slow_readers", "Answers ended because they were left unread.", "", {"": backlog.slow_readers})
-        preempted = "Requests preempted for lack of KV pages; those that made way for another API key do not count."
+        preempted = "Requests preempted for lack of KV pages."
         yield _family("preemptions", preempted, "", {"": snapshot.num_preemptions})
+        displaced = "Requests that made way for one of another API key, which had none running."
+        yield _family("displaced_requests", displaced, "", {"": snapshot.num_displaced})
         connected = {dialer.address: dialer.state == "connected" for dialer in self.dialers}
         yield _family("draft_connected", "Whether a draft is connected.", "address", connected, gauge=True)
         answers = {draft.address: draft.answer_seconds for draft in snapshot.drafts}

@@ -132,7 +132,9 @@ class Scheduler:
     waiting: FairQueue = field(default_factory=FairQueue)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
-    """Preemptions for lack of pages; those for newcomers are not counted."""
+    """Preemptions for lack of pages."""
+    num_displaced: int = 0
+    """Preemptions for newcomers."""
     _prompt_turns: PromptTurns = field(default_factory=PromptTurns)
     _ended: list[Request] = field(default_factory=list)
     _has_left: bool = False
@@ -253,6 +255,7 @@ class Scheduler:
             self.release_ended()
             if not self._has_room(request):
                 request.has_displaced = True
+                self.num_displaced += 1
                 self._preempt(self.running[-1])
             if self._has_room(request):
                 self.waiting.remove(request)

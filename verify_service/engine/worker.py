@@ -133,6 +133,7 @@ class VerifyReporter:
             cost=engine.budget.cost.table(),
             graphs_pending=engine.features.num_pending,
             drafts_waiting=engine.features.num_waiting,
+            num_displaced=engine.scheduler.num_displaced,
         )
         return self._snapshot if self._snapshot != last else None
 
