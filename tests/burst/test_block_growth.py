@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from chains import load
 from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, LAYERS, VOCAB, dspark_tensors, plain_block, plain_logits
 from tiny_heads import Tensors, save_head
 
+from outrider.drafting.model.burst import Extent
 from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.context import WHOLE, cut_context
 from outrider.models.drafters.heads import BlockHead
@@ -245,7 +246,9 @@ def test_a_window_of_the_checkpoint_bounds_what_a_block_sees(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("runner", ["torch", "cuda"])
-def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(tmp_path: Path, runner: str) -> None:
+def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(
+    tmp_path: Path, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever pieces its features come in; contexts that are not long are seen as they are."""
     head, tensors = make_head(tmp_path, "vanilla", speculative_draft_window_size=20)
     service, draw = Service(head, 128, kind=runner), random.Random(4)
@@ -253,6 +256,14 @@ def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(tmp_path: 
     other = service.open(1, [draw.randrange(VOCAB) for _ in range(30)], GREEDY)
     cut = cut_context(WHOLE, 73, head.window, service.page_size)
     assert cut.gap > 20
+    grower = cast(BurstGrower, service.requests.growth.growers[0])
+    extend, extended = grower._runner.extend, list[int]()
+
+    def spy(extents: Sequence[Extent]) -> None:
+        extended.extend(len(extent.tokens) for extent in extents)
+        extend(extents)
+
+    monkeypatch.setattr(grower._runner, "extend", spy)
     old: dict[int, Held] = {0: {}, 1: {}}
     sent = {0: 0, 1: 0}
     for places in ((0, 5), (5, 13), (13, 40), (40, 60)):
@@ -272,6 +283,7 @@ def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(tmp_path: 
             committed = list(max(one.held(), key=len))[:2]
             old[one.number] = survivors(one.held(), committed)
             service.commit(one, committed)
+    assert grower.take_counts()["prompt_tokens"] == sum(extended)
 
 
 def test_a_chain_is_a_tree_of_one_child(tmp_path: Path) -> None:

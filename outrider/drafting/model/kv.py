@@ -273,11 +273,11 @@ class ContextKVManager:
         except Exception as error:
             return [], failed + [(context, error) for context in served]
         for context, extent in zip(served, extents, strict=True):
+            count = len(extent.tokens)
+            self.num_extended += count
             if context.num_sinks:
                 context.sinks = None
                 continue
-            count = len(extent.tokens)
-            self.num_extended += count
             context.end += count
             slots = [token.slot for token in context.uncached[:count] if token.slot >= 0]
             del context.uncached[:count]
