@@ -45,13 +45,13 @@ class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
 class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """door -> engine: a session with a verify service began, under a number that is never used again.
 
-    All sessions that are open at the same time have the same target.
+    All sessions that are open at the same time have the same vocabulary and tokenizer.
     """
 
     session: int
     vocab_size: int
     token_ids_hash: str
-    """SHA-256 of the target's tokenizer.json, hexadecimal; empty if verify does not say."""
+    """Hash of the target's token ids, as in Hello; empty if verify does not say."""
     parts: frozenset[int] | None
     """Numbers of the drafters that guess for this session; None for all."""
     line_token: str = ""
@@ -131,7 +131,7 @@ class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class FeatureStreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """engine -> door: the engine is ready to take features."""
+    """engine -> door: the engine has mapped the ring that a stream named, or has failed to."""
 
     session: int
     uses_ring: bool

@@ -68,7 +68,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     # Check the machine first: the model may have to be fetched.
     device = choose_device(options.device)
     if memory is not None:
-        device = _rank_device(options, device, memory)
+        device = _rank_device(device, memory)
     _check_machine(options, device)
     with under("--model"):
         path = resolve_model(options.model, impl=options.model_impl)
@@ -108,7 +108,7 @@ def _check_machine(options: VerifyOptions, device: torch.device) -> None:
         check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
 
 
-def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory) -> torch.device:
+def _rank_device(first: torch.device, memory: RankMemory) -> torch.device:
     """Return the device of a rank: `first`, that of rank 0, or one of the GPUs after it."""
     if first.type != "cuda":
         return first

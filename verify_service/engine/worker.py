@@ -1,4 +1,4 @@
-"""The engine process: `outrider.host.launch` calls `main` with the socket to the door. One thread, no loop.
+"""The engine process: `outrider.host.launch` calls `main` with the socket to the door. One thread, no event loop.
 
 It loads what the door's `Start` names, says `Ready` or `Refused`, and runs rounds until told to stop or the door is
 gone. Its inbox takes frames from the door, and from draft engines on this host over lines; its reporter gathers what
