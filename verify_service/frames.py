@@ -27,7 +27,7 @@ from outrider.protocol.speculation import PROTOCOL_VERSION, DraftMessage, Featur
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
 
-SERVICE_ENDS = "the service ends, to be restarted"
+SERVICE_ENDS = "the service exits to be restarted"
 ENGINE_FAILED = f"the verify engine failed; {SERVICE_ENDS}"
 ENGINE_STOPPED = "the verify service stopped before the answer was complete"
 """Messages to unfinished requests, from the engine or, if its process died, from the door. Their status is UNAVAILABLE,

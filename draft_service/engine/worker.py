@@ -200,7 +200,7 @@ class DraftEngine:
                 failures.append(perf_counter())
                 often = len(failures) == _MAX_FAILED_TURNS and failures[-1] - failures[0] < _FAILED_TURNS_SECONDS
                 if often or is_device_failure(error):
-                    _logger.error("the engine failed; the service ends, to be restarted", exc_info=error)
+                    _logger.error("the engine failed; the service exits to be restarted", exc_info=error)
                     break
                 _logger.error("a turn of the engine failed", exc_info=error)
         self.inbox.lines.close()

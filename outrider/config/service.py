@@ -213,7 +213,7 @@ class PeerServiceOptions(ServiceOptions):
     watchdog_timeout: float = option(
         300.0,
         "Seconds without a finished round, while there are requests, or without an answer from a draft engine, after "
-        "which the engine is killed and the service ends, to be restarted: a GPU may have stopped responding. 0 waits "
+        "which the engine is killed and the service exits to be restarted: a GPU may have stopped responding. 0 waits "
         "forever.",
         minimum=0,
         maximum=86400,

@@ -257,8 +257,8 @@ class EngineProcess(Generic[ServedT]):
             return
         await self._engine.stands_still(seconds)
         log.error(
-            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed, and the service ends, "
-            "to be restarted",
+            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed and the service exits to be "
+            "restarted",
             self._engine.SILENCE, seconds, self._engine.num_requests,
         )  # fmt: skip
         self._kill()
@@ -286,7 +286,7 @@ class EngineProcess(Generic[ServedT]):
         for connection in (self._engine, *self._others):
             connection.close()
         if self._engine.failed:
-            log.error("the engine process ended by itself (%s); the service ends, to be restarted", ending)
+            log.error("the engine process ended by itself (%s); the service exits to be restarted", ending)
         else:
             log.debug("the engine process ended (%s)", ending)
 

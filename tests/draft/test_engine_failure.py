@@ -69,7 +69,7 @@ async def test_an_engine_whose_device_failed_ends_with_one_line(caplog: pytest.L
             await asyncio.wait_for(thread.remote.lost(), 20)
     assert thread.exit_codes == [1]
     (record,) = caplog.records
-    assert "the service ends, to be restarted" in record.getMessage()
+    assert "the service exits to be restarted" in record.getMessage()
 
 
 async def test_an_error_of_one_request_ends_no_engine() -> None:
@@ -94,7 +94,7 @@ async def test_a_fault_of_every_turn_ends_the_engine_and_does_not_fill_the_log(
             await asyncio.wait_for(thread.remote.lost(), 20)
     assert thread.exit_codes == [1]
     assert 1 < len(caplog.records) == drafter.times < 20
-    assert "the service ends, to be restarted" in caplog.records[-1].getMessage()
+    assert "the service exits to be restarted" in caplog.records[-1].getMessage()
 
 
 def caused_by(cause: Exception) -> Exception:

@@ -109,8 +109,8 @@ def test_log_and_clients_are_told_the_same_end_of_the_service(
         assert answer.done.wait(10)
         engine.stop()
     told = answer.updates[-1].error
-    assert told is not None and told.message.endswith("; the service ends, to be restarted")
-    assert caplog.records[-1].getMessage() == "the engine failed; the service ends, to be restarted"
+    assert told is not None and told.message.endswith("; the service exits to be restarted")
+    assert caplog.records[-1].getMessage() == "the engine failed; the service exits to be restarted"
 
 
 def test_an_engine_that_fails_while_it_ends_a_request_tells_it_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
