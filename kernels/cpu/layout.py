@@ -24,8 +24,10 @@ CODES = 576
 """Bytes of a block of such codes and their scales, padded to whole cache lines."""
 FLOATS = 4 * GROUP
 """Bytes of a row's columns of a block in float32."""
-DOT_CODES = 2 * GROUP + 8
-"""Bytes of a row's codes of a block for dot products of bytes, its scale, and the offset of its sums."""
+DOT_PARTS = {"four": 1, "eight": 2}
+"""Bytes of a row's numbers for dot products of bytes, by the kind of weights."""
+DOT_SCALES = 8
+"""Bytes of the scale of a row's block, and of the offset of its sums, which follow."""
 _CHUNK = 256 << 10
 """Bytes of weights that a thread takes at a time."""
 LINE = 64
@@ -42,7 +44,7 @@ of bytes codes, scales and offsets of sums; otherwise float32 numbers."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 """Arguments for the preparation of rows."""
 LARGEST_CODE = 127
-"""Largest code of eight-bit weights."""
+"""Largest code of eight-bit weights and rows."""
 TINY = 1e-30
 """Scales of eight-bit weights below this count as zeros."""
 MAX_BEST = 64
@@ -120,7 +122,8 @@ class StackShape:
 def prepared_size(kind: str, rows: int, size: int, isa: Isa) -> int:
     """Return the bytes that the preparation of `rows` rows of `size` columns takes."""
     if not isa.has_tiles:
-        return -(-rows // TILE) * TILE * (size // GROUP) * (DOT_CODES if isa.has_dots(kind) else FLOATS)
+        block = DOT_PARTS[kind] * GROUP + DOT_SCALES if isa.has_dots(kind) else FLOATS
+        return -(-rows // TILE) * TILE * (size // GROUP) * block
     per_group = {"four": (TILE, 4 * TILE), "eight": (CODES_ROWS, CODES), "half": (TILE, 0)}
     together, block = per_group[kind]
     return -(-rows // together) * (size // GROUP) * block

@@ -10,7 +10,8 @@ not see adds zero. So a node of a tree has the same bits as if it were the only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Queries(NamedTuple):
 
 
 class DecoderStack:
-    """The layers of a model, for up to MAX_ROWS rows in bfloat16."""
+    """The layers of a model, for rows in bfloat16, up to MAX_ROWS at a time."""
 
     def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
         if not shape.fits:
@@ -88,6 +89,23 @@ class DecoderStack:
             row[:] = [found.get(name, 0) for name in LAYER]
         self._known: tuple[tuple[Sequence[Tensor], Sequence[Tensor]], NDArray[np.int64]] = ((), ()), self._table
 
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a forward for which this is the fastest way: any number if codes are multiplied as they are."""
+        return sys.maxsize if needed_isa().has_dots(self.shape.kind) else MAX_ROWS
+
+    def plans(
+        self,
+        queries: Sequence[Queries],
+        own_slots: Tensor,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        caches: tuple[Sequence[Tensor], Sequence[Tensor]],
+    ) -> list[StackPlan]:
+        """Return plans of MAX_ROWS rows each, and one of the rest, which run one after the other. See `plan`."""
+        parts = zip(_pieces(queries), own_slots.split(MAX_ROWS), positions.split(MAX_ROWS), strict=True)
+        return [self.plan(*part, angles, caches) for part in parts]
+
     def plan(
         self,
         queries: Sequence[Queries],
@@ -96,7 +114,7 @@ class DecoderStack:
         angles: tuple[Tensor, Tensor],
         caches: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> StackPlan:
-        """Return the plan of a forward.
+        """Return the plan of a forward of up to MAX_ROWS rows.
 
         Args:
             queries: all rows of the forward.
@@ -113,6 +131,32 @@ class DecoderStack:
                 table[:-1, LAYER.index(name)] = [tensor.data_ptr() for tensor in tensors]
             self._known = caches, table
         return StackPlan(self.shape, table.copy(), queries, own_slots, positions, angles)
+
+
+def _pieces(queries: Sequence[Queries]) -> Iterator[list[Queries]]:
+    """Cut the queries into pieces of MAX_ROWS rows; the last may have fewer."""
+    piece: list[Queries] = []
+    room = MAX_ROWS
+    for part in queries:
+        first = 0
+        while first < part.rows:
+            last = min(part.rows, first + room)
+            piece.append(_some_rows(part, first, last))
+            first, room = last, room - (last - first)
+            if not room:
+                yield piece
+                piece, room = [], MAX_ROWS
+    if piece:
+        yield piece
+
+
+def _some_rows(part: Queries, first: int, last: int) -> Queries:
+    """Return some of the rows, without the keys after the last that one of them sees."""
+    if part.mask is None or last - first == part.rows:
+        return part._replace(rows=last - first)
+    mask = part.mask[first:last]
+    unseen = mask.shape[1] - 1 - int(mask.any(0).nonzero()[-1])
+    return Queries(last - first, part.slots[: len(part.slots) - unseen], mask[:, : mask.shape[1] - unseen])
 
 
 def _address(value: Tensor | Packed | None) -> int:

@@ -16,7 +16,19 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu.code import F32, I8, I16, I64, VECTOR, WORDS, Code, Module, Variable, words
-from kernels.cpu.layout import AHEAD, BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES, float_bits
+from kernels.cpu.layout import (
+    AHEAD,
+    BLOCKS,
+    CODES,
+    CODES_ROWS,
+    GROUP,
+    LANES,
+    LARGEST_CODE,
+    PREPARE,
+    TILE,
+    TILES,
+    float_bits,
+)
 
 _ROWS = TILE
 _PRODUCT_BYTES = 64 * _ROWS
@@ -196,7 +208,6 @@ _EIGHT_FETCHED = 16
 SCALES = TILE * GROUP
 """Bytes of codes in a block, which its scales follow; the same for rows."""
 LOW_BITS = 7
-_LARGEST = 127 << LOW_BITS
 _LEAST = 2.0**-90
 """Groups whose largest number is below this count as zeros: its inverse would not fit in float32."""
 _BYTES = ir.VectorType(I8, LANES)
@@ -221,31 +232,36 @@ def _write_codes(code: Code) -> None:
         target = code.plus(args["prepared"], code.times(code.times(group, args["blocks"]), CODES))
         with code.loop(0, args["blocks"]) as block:
             at = code.plus(target, code.times(block, CODES))
-            scale, integers = integers_of(code, code.plus(source, code.times(block, 2 * GROUP)))
+            scale, integers = integers_of(code, code.plus(source, code.times(block, 2 * GROUP)), 2)
             code.store(scale, at, code.plus(code.times(place, 4), SCALES))
             for half, numbers in enumerate(integers):
-                for part, found in enumerate(bytes_of(code, numbers)):
+                for part, found in enumerate(bytes_of(code, numbers, 2)):
                     code.store(found, at, code.plus(code.times(place, 2 * GROUP), part * GROUP + half * LANES))
     code.done()
 
 
-def integers_of(code: Code, source: Any) -> tuple[Any, list[Any]]:
-    """Return the scale of a row's group of columns, and the group over it: 15-bit integers, in two vectors."""
-    build = code.build
+def integers_of(code: Code, source: Any, parts: int) -> tuple[Any, list[Any]]:
+    """Return the scale of a row's group of columns, and the group over it: 8-bit or 15-bit integers, in two vectors.
+
+    `parts`: the bytes of an integer, 1 or 2.
+    """
+    build, limit = code.build, LARGEST_CODE << LOW_BITS * (parts - 1)
     values = [code.load_halves(source, 2 * LANES * half) for half in range(2)]
     largest = code.farthest(values)
     is_small = build.fcmp_ordered("<", largest, F32(_LEAST))
-    inverse = build.select(is_small, F32(0.0), build.fdiv(F32(_LARGEST), largest))
-    scale = build.fmul(largest, F32(1 / _LARGEST))
+    inverse = build.select(is_small, F32(0.0), build.fdiv(F32(limit), largest))
+    scale = build.fmul(largest, F32(1 / limit))
     return scale, [build.fptosi(code.rounded(build.fmul(value, code.same(inverse))), WORDS) for value in values]
 
 
-def bytes_of(code: Code, numbers: Any) -> tuple[Any, Any]:
-    """Return the high and the low part of integers of 15 bits."""
+def bytes_of(code: Code, numbers: Any, parts: int) -> Sequence[Any]:
+    """Return integers of 8 bits, or the high and the low part of integers of 15 bits."""
     build = code.build
+    if parts == 1:
+        return [build.trunc(numbers, _BYTES)]
     high = build.ashr(build.add(numbers, words(1 << (LOW_BITS - 1))), words(LOW_BITS))
     low = build.sub(numbers, build.shl(high, words(LOW_BITS)))
-    return build.trunc(high, _BYTES), build.trunc(low, _BYTES)
+    return [build.trunc(high, _BYTES), build.trunc(low, _BYTES)]
 
 
 def _write_eight_rows(code: Code, rows: int, wide: bool) -> None:

@@ -1,9 +1,9 @@
 """Products without tiles: 16 weight rows lie side by side in a vector, and are multiplied by numbers of each row.
 
-If available, AVX-512's dot products of bytes (VNNI) multiply weights of four and eight bits. Rows become integers of 15
-bits with a scale for each group of 32 columns, as in kernels.cpu.tiles. Weights stay codes, as bytes from 0 on: an
-instruction multiplies four codes of each weight row by the high or the low parts of a row's integers, and adds them up.
-Sums of a group are exact, and are scaled in float32, group by group.
+If available, AVX-512's dot products of bytes (VNNI) multiply weights of four and eight bits. Rows become integers with
+a scale for each group of 32 columns: 8 bits for four-bit weights, 15 bits in two parts for eight-bit weights, as in
+kernels.cpu.tiles. Weights stay codes, as bytes from 0 on: an instruction multiplies four codes of each weight row by a
+part of a row's integers, and adds them up. Sums of a group are exact, and are scaled in float32, group by group.
 
 All others are converted to float32 in registers, and multiplied by one number of each row. Sums run over columns in
 order.
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from kernels.cpu.code import F32, I32, VECTOR, WORDS, Code, Module, Variable, words
 from kernels.cpu.isa import Isa
-from kernels.cpu.layout import BLOCKS, DOT_CODES, FLOATS, GROUP, LANES, PREPARE, TILES
+from kernels.cpu.layout import BLOCKS, DOT_PARTS, DOT_SCALES, FLOATS, GROUP, LANES, PREPARE, TILES
 from kernels.cpu.tiles import LOW_BITS, SCALES, bytes_of, call_variants, integers_of, scales_of, write_out
 
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
@@ -102,9 +102,9 @@ class _Weights(ABC):
     def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
         """Prepare a row's block at `source`; it goes to the row's place among all `rows` at `target`."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
+    def clear(cls, code: Code, target: Any, row: Any, rows: int) -> None:
         """Prepare zeros for a missing row."""
 
     @classmethod
@@ -127,8 +127,8 @@ class _Wide(_Weights):
             values = code.load_halves(source, 2 * column)
             code.store(values, code.plus(target, code.times(row, FLOATS)), 4 * column)
 
-    @staticmethod
-    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
+    @classmethod
+    def clear(cls, code: Code, target: Any, row: Any, rows: int) -> None:
         for column in range(0, GROUP, LANES):
             code.store(code.number(0.0), code.plus(target, code.times(row, FLOATS)), 4 * column)
 
@@ -189,26 +189,28 @@ class _Codes(_Weights):
     block has the codes of all rows side by side, then their scales, then the offsets of their sums."""
 
     tiles_of: ClassVar = {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}
-    prepared = DOT_CODES
+    parts: ClassVar[int]
+    """Bytes of a row's codes, the high part first."""
     order: ClassVar[Sequence[int]] = range(LANES)
     """Which of 16 columns lies at each place."""
     codes: Sequence[Any]
 
     @classmethod
     def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
-        scale, integers = integers_of(code, source)
+        scale, integers = integers_of(code, source, cls.parts)
         for half, numbers in enumerate(integers):
-            for part, found in enumerate(bytes_of(code, numbers)):
+            for part, found in enumerate(bytes_of(code, numbers, cls.parts)):
                 found = code.build.shuffle_vector(found, found, WORDS([*cls.order]))
-                code.store(found, code.plus(target, code.times(row, 2 * GROUP)), part * GROUP + half * LANES)
+                place = code.plus(target, code.times(row, cls.parts * GROUP))
+                code.store(found, place, part * GROUP + half * LANES)
         total = code.call("llvm.vector.reduce.add.v16i32", I32, code.build.add(*integers))
-        at_scale = code.plus(target, code.times(row, 4), 2 * GROUP * rows)
+        at_scale = code.plus(target, code.times(row, 4), cls.parts * GROUP * rows)
         code.store(scale, at_scale)
         code.store(cls.moved_by(code, total, scale), at_scale, 4 * rows)
 
-    @staticmethod
-    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
-        for behind in (2 * GROUP * rows, 2 * GROUP * rows + 4 * rows):
+    @classmethod
+    def clear(cls, code: Code, target: Any, row: Any, rows: int) -> None:
+        for behind in (cls.parts * GROUP * rows, cls.parts * GROUP * rows + 4 * rows):
             code.store(F32(0.0), code.plus(target, code.times(row, 4)), behind)
 
     @classmethod
@@ -216,9 +218,9 @@ class _Codes(_Weights):
         for block, some in zip(blocks, totals, strict=True):
             found, rows = cls(code, block), len(some)
             for row, total in enumerate(some):
-                at_scale = code.plus(prepared, 2 * GROUP * rows + 4 * row)
-                parts = (code.plus(prepared, 2 * GROUP * row + part * GROUP) for part in range(2))
-                total.set(found.add_to(total.get(), parts, at_scale, code.plus(at_scale, 4 * rows)))
+                at_scale = code.plus(prepared, cls.parts * GROUP * rows + 4 * row)
+                sums = found.sums_of(code.plus(prepared, cls.parts * GROUP * row))
+                total.set(found.add_to(total.get(), sums, at_scale, code.plus(at_scale, 4 * rows)))
 
     @staticmethod
     @abstractmethod
@@ -226,23 +228,25 @@ class _Codes(_Weights):
         """Return the 32-bit offset of a row's sums for each group, from the sum of its integers."""
 
     @abstractmethod
-    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        """Add this block to a row's total; takes addresses of both parts of its codes, its scale, and `moved_by`."""
+    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
+        """Add this block to a row's total; takes its sums, and the addresses of its scale and of `moved_by`."""
 
-    def _add(self, sums: Any, part: Any) -> Any:
-        """Return `sums` plus the products of a part of a row."""
-        for number, codes in enumerate(self.codes):
-            word = self.code.same(self.code.load(I32, part, _WORD * number))
-            sums = self.code.call("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes, word)
+    def sums_of(self, row: Any) -> Any:
+        """Return the products of a row's codes, at address `row`, and the weights' codes, added up."""
+        sums = words(0)
+        for part in range(self.parts):
+            sums = self.build.shl(sums, words(LOW_BITS)) if part else sums
+            for number, codes in enumerate(self.codes):
+                word = self.code.same(self.code.load(I32, row, part * GROUP + _WORD * number))
+                sums = self.code.call("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes, word)
         return sums
-
-    def _higher(self, sums: Any) -> Any:
-        return self.build.shl(sums, words(LOW_BITS))
 
 
 class _FourCodes(_Codes):
     """scale * code + (middle - 8 * scale); words have eight codes, those of odd columns in the upper half."""
 
+    parts = DOT_PARTS["four"]
+    prepared = parts * GROUP + DOT_SCALES
     order: ClassVar = tuple(8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7))
 
     def __init__(self, code: Code, block: Any) -> None:
@@ -259,9 +263,7 @@ class _FourCodes(_Codes):
         """Return the sum of the row's numbers."""
         return code.build.fmul(code.build.sitofp(total, F32), scale)
 
-    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        high, low = parts
-        sums = self._add(self._higher(self._add(words(0), high)), low)
+    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
         found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
         total = self.code.fma(found, self.scale, total)
         return self.code.fma(self.moved, self.code.load_same(moved), total)
@@ -269,6 +271,9 @@ class _FourCodes(_Codes):
 
 class _EightCodes(_Codes):
     """scale * code."""
+
+    parts = DOT_PARTS["eight"]
+    prepared = parts * GROUP + DOT_SCALES
 
     def __init__(self, code: Code, block: Any) -> None:
         super().__init__(code, block)
@@ -281,11 +286,10 @@ class _EightCodes(_Codes):
         """Return the excess of the sum, negated."""
         return code.build.mul(total, I32(-_MIDDLE))
 
-    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        high, low = parts
-        sums = self.build.add(self._higher(self._add(words(0), high)), self.code.same(self.code.load(I32, moved)))
-        found = self.build.sitofp(self._add(sums, low), VECTOR)
-        return self.code.fma(self.build.fmul(found, self.code.load_same(scale)), self.scale, total)
+    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
+        sums = self.build.add(sums, self.code.same(self.code.load(I32, moved)))
+        found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
+        return self.code.fma(found, self.scale, total)
 
 
 _DOTS: dict[str, type[_Weights]] = {"four": _FourCodes, "eight": _EightCodes}

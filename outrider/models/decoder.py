@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from kernels.attention_tiles import ScoreRules
 from kernels.cpu.layout import StackShape
-from kernels.cpu.products import MAX_ROWS
 from kernels.cpu.stack import DecoderStack, LayerWeights, StackPlan
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
@@ -319,17 +318,18 @@ class DecoderLayer:
 class LayerStack:
     """The decoder layers of a model or a head, each with its part of the KV cache, run in the fastest way there is.
 
-    On a CPU, few rows go through all layers in one function (kernels.cpu.stack), if the layers allow it.
+    On a CPU, rows go through all layers in one function (kernels.cpu.stack), if the layers allow it: few rows, or any
+    number if the function is the fastest way for them, too.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], config: ModelConfig, rotary: Rotary) -> None:
         """`layers` may be filled later, before `finish_loading`."""
         self.layers, self._config, self._rotary = layers, config, rotary
         self.few: DecoderStack | None = None
-        """The function for few rows; None if there is none."""
+        """The function; None if there is none for these layers."""
 
     def finish_loading(self) -> None:
-        """Choose memory layouts and the function for few rows. Called once when all weights are filled."""
+        """Choose memory layouts and the function. Called once when all weights are filled."""
         for layer in self.layers:
             layer.finish_loading()
         few = [found for layer in self.layers if (found := layer.few_rows(self._config)) is not None]
@@ -350,11 +350,15 @@ class LayerStack:
 
         `given` [M, any] replaces the normed stream as the input of the first layer's attention.
         """
-        few = self.plan(batch, kv)
-        if few is not None:
+        if plans := self.plans(batch, kv):
             stream = stream.clone()
             found = {number: torch.empty_like(stream) for number in wanted if number < len(self.layers)}
-            few.run(stream, found, given)
+            first = 0
+            for few in plans:
+                rows = slice(first, first + few.rows)
+                taps = {number: kept[rows] for number, kept in found.items()}
+                few.run(stream[rows], taps, None if given is None else given[rows])
+                first += few.rows
             return stream, found
         plan = attention.plan(batch, kv, self._config.num_heads, self._rotary)
         found = {}
@@ -364,17 +368,17 @@ class LayerStack:
             stream = layer(stream, plan, None if number else given)
         return stream, found
 
-    def plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
-        """Return the batch in the form for the function for few rows; None if it does not take the batch."""
-        if self.few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
-            return None
+    def plans(self, batch: TokenBatch, kv: KVCache) -> list[StackPlan]:
+        """Return the batch in the form for the function, in parts for one run each; empty if it is not used for it."""
+        if self.few is None or batch.token_ids.numel() > self.few.max_rows or kv.k.dtype != torch.bfloat16:
+            return []
         found = batch.queries()
         if found is None:
-            return None
+            return []
         positions = batch.positions.long()
-        # In bfloat16, as in rotations of many rows.
+        # In bfloat16, as in rotations layer by layer.
         angles = self._rotary.tables(positions, torch.bfloat16)
-        return self.few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
+        return self.few.plans(*found, positions, angles, (kv.k_layers, kv.v_layers))
 
 
 class CausalLM(LanguageModel):
@@ -438,7 +442,7 @@ class CausalLM(LanguageModel):
         self.head.pack()
         self.norm.finish_loading()
         self._stack.finish_loading()
-        self.steady_rows = 0 if self._stack.few is None else MAX_ROWS
+        self.steady_rows = 0 if self._stack.few is None else self._stack.few.max_rows
 
     @torch.inference_mode()
     def forward_with_features(

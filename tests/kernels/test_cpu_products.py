@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cpu_rows import rows_as_read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -38,7 +39,6 @@ def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Ten
     return packed_four(codes, scales, middles), wide[0] * (codes - 8) + wide[1]
 
 
-@on_each_isa
 @settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
@@ -47,7 +47,9 @@ def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Ten
     count=st.integers(1, MAX_ROWS) | st.integers(1, 4 * MAX_ROWS),
     threads=st.integers(1, 3),
 )
-def test_products_are_those_of_the_wide_weights(kind: str, tiles: int, groups: int, count: int, threads: int) -> None:
+def test_products_are_those_of_the_wide_weights(
+    isa: Isa, kind: str, tiles: int, groups: int, count: int, threads: int
+) -> None:
     num_out, size = tiles * TILE, groups * GROUP
     weight, wide = made(kind, num_out, size, seed=tiles)
     rows = torch.randn(count, size, generator=torch.Generator().manual_seed(count)).bfloat16()
@@ -57,7 +59,7 @@ def test_products_are_those_of_the_wide_weights(kind: str, tiles: int, groups: i
         found = tile_product(rows, weight)
     finally:
         torch.set_num_threads(before)
-    exact = rows.double() @ wide.T
+    exact = rows_as_read(rows, kind, isa) @ wide.T
     assert (found - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-5
     for row in range(count):
         assert torch.equal(tile_product(rows[row : row + 1], weight)[0], found[row]), "by itself"
@@ -75,14 +77,13 @@ def test_rows_may_lie_within_wider_ones_and_threads_may_call_at_once(kind: str) 
             assert torch.equal(found, expected)
 
 
-@on_each_isa
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lay_on_the_stack_is_in_no_result(kind: str) -> None:
+def test_what_lay_on_the_stack_is_in_no_result(isa: Isa, kind: str) -> None:
     weight, wide = made(kind, 32, 64)
     rows = torch.randn(3, 64).bfloat16()
     nothing = torch.full((3, 64), float("nan")).bfloat16()
     assert tile_product(nothing, weight).isnan().all()
-    exact = rows.double() @ wide.T
+    exact = rows_as_read(rows, kind, isa) @ wide.T
     assert (tile_product(rows, weight) - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-5
     assert tile_product(rows[:0], weight).shape == (0, 32)
 

@@ -114,7 +114,11 @@ def run(
     found, before = stream.clone(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        DecoderStack(of.shape, of.layers).plan(queries, own, positions, tables, caches).run(found, {1: kept})
+        first = 0
+        for plan in DecoderStack(of.shape, of.layers).plans(queries, own, positions, tables, caches):
+            rows = slice(first, first + plan.rows)
+            plan.run(found[rows], {1: kept[rows]})
+            first += plan.rows
     finally:
         torch.set_num_threads(before)
     return found, [*caches[0], *caches[1]]
@@ -182,6 +186,29 @@ def test_layers_are_those_of_the_wide_weights_and_rows_do_not_depend_on_others(
     untouched[own] = False
     for cache, given_before in zip(caches, [*of.keys, *of.values], strict=True):
         assert torch.equal(cache[untouched], given_before[untouched])
+
+
+@settings(max_examples=20)
+@given(counts=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_more_rows_run_in_pieces_and_have_the_same_bits(counts: list[int], seed: int) -> None:
+    of, generator = layers_of(WIDE, 5 * MAX_ROWS + 20), torch.Generator().manual_seed(seed)
+    slots = torch.randperm(5 * MAX_ROWS + 20, generator=generator)
+    context, places = slots[:20], slots[20 : 20 + sum(counts)].split(counts)
+    queries = [
+        Queries(count, torch.cat((context, own)), tree_mask(count, generator))
+        for count, own in zip(counts, places, strict=True)
+    ]
+    stream = torch.randn(sum(counts), WIDE.hidden, generator=generator).bfloat16()
+    angles = angles_of(len(stream), WIDE.head_dim)
+    found, caches = run(of, stream, queries, torch.cat(places), angles)
+    first = 0
+    for part, own in zip(queries, places, strict=True):
+        rows = slice(first, first + part.rows)
+        by_itself, kept = run(of, stream[rows], [part], own, (angles[0][rows], angles[1][rows]))
+        assert torch.equal(by_itself, found[rows])
+        for cache, wanted in zip(caches, kept, strict=True):
+            assert torch.equal(cache[own], wanted[own])
+        first += part.rows
 
 
 def test_the_stream_is_kept_as_it_enters_a_layer() -> None:

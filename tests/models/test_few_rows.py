@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_rows import round_to_four_bits
 from tiny_models import save_tiny
 from torch import Tensor
 
 from kernels.cpu.head_step import Links, Stepped
+from kernels.cpu.isa import Isa
 from kernels.cpu.products import MAX_ROWS
 from kernels.expert_tiles import SWIGLU, Gating
 from kernels.experts import expert_linear, route
@@ -120,10 +122,37 @@ def test_many_rows_and_float32_run_layer_by_layer(tmp_path: Path) -> None:
     kv = model.new_kv(128)
     for count, is_few in ((MAX_ROWS, True), (MAX_ROWS + 1, False)):
         batch = ForwardBatch(torch.arange(count), torch.arange(count), [Segment(count, torch.arange(count))])
-        assert (model._stack.plan(batch, kv) is not None) is is_few
-    assert model._stack.plan(TokenBatch(torch.arange(3), torch.arange(3)), kv) is None, "keys that no host knows"
+        assert bool(model._stack.plans(batch, kv)) is is_few
+    assert not model._stack.plans(TokenBatch(torch.arange(3), torch.arange(3)), kv), "keys that no host knows"
     exact = load_model(tmp_path, torch.float32)
     assert isinstance(exact, CausalLM) and exact._stack.few is None
+
+
+def test_any_number_of_rows_has_the_same_bits_however_cut_if_codes_are_multiplied_as_they_are(
+    tmp_path: Path, isa: Isa
+) -> None:
+    loaded(tmp_path, "Llama")
+    round_to_four_bits(tmp_path)
+    model = load_model(tmp_path, torch.bfloat16)
+    assert isinstance(model, CausalLM)
+    assert model._stack.few is not None and model._stack.few.shape.kind == "four"
+    assert (model.steady_rows > MAX_ROWS) is isa.has_dots("four")
+    ends, found = ([MAX_ROWS], [150], [100, 101, 150]), []
+    for cuts in ends:
+        kv, start = model.new_kv(150), 0
+        parts = []
+        for end in cuts:
+            places = torch.arange(end)
+            batch = ForwardBatch(places[start:] % 128, places[start:], [Segment(end - start, places)])
+            hidden, features = model.forward_with_features(batch, kv, TorchAttention(), (0, 1, 3))
+            parts.append(torch.cat([hidden, *features], 1))
+            start = end
+        found.append(torch.cat(parts))
+    few, whole, cut = found
+    if isa.has_dots("four"):
+        assert torch.equal(few, whole[:MAX_ROWS]) and torch.equal(whole, cut)
+    else:
+        assert near(few, whole[:MAX_ROWS]) and near(whole, cut)
 
 
 def shipped_head(model_path: Path) -> Eagle3Head:

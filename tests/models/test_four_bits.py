@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_rows import rows_as_read
 from torch import Tensor
 
+from kernels.cpu.isa import Isa
 from kernels.cpu.layout import GROUP
 from kernels.cpu.products import MAX_ROWS, tile_product
 from kernels.quant_weight import QuantWeight, packed
@@ -28,13 +30,12 @@ def on_levels(num_out: int, size: int) -> Tensor:
     return (steps * codes + lowest).view(num_out, size)
 
 
-@on_each_isa
-def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it() -> None:
+def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it(isa: Isa) -> None:
     weight = on_levels(48, 96)
     found_weight = CpuWeight.of(weight.bfloat16())
     assert found_weight is not None and found_weight.of_few is not None and found_weight.of_few.kind == "four"
     rows = torch.randn(MAX_ROWS, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found, exact = found_weight.product(rows, None), rows.double() @ weight.double().t()
+    found, exact = found_weight.product(rows, None), rows_as_read(rows, "four", isa) @ weight.double().t()
     assert (found - exact).norm() < 0.003 * exact.norm()
     for count in range(1, MAX_ROWS):
         assert torch.equal(found_weight.product(rows[:count], None), found[:count])
@@ -72,9 +73,8 @@ def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
     assert torch.equal(tile_product(rows, found), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
 
 
-@on_each_isa
 @pytest.mark.parametrize("has_zeros", [False, True])
-def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
+def test_codes_of_a_checkpoint_are_taken_as_they_are(isa: Isa, has_zeros: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 16, (48, 128), generator=generator, dtype=torch.uint8)
     scales = 0.01 + torch.rand(2, 48, generator=generator) * 0.01
@@ -83,7 +83,7 @@ def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
     found = four_bits_of(quantized)
     assert found is not None
     rows = torch.randn(2, 128, generator=generator).bfloat16()
-    exact = rows.double() @ quantized.dequantized(torch.float32).double().t()
+    exact = rows_as_read(rows, "four", isa) @ quantized.dequantized(torch.float32).double().t()
     assert (tile_product(rows, found) - exact).norm() < 0.006 * exact.norm()
 
 

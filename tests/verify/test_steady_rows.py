@@ -6,16 +6,20 @@ Log-probabilities are compared, which tell of every bit where tokens tell of nea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from cpu_rows import round_to_four_bits
 from cuda_harness import small_model
 from harness import PAGE_SIZE, Answer, make_engine, make_request, run_all
 from local_draft import LocalDraft, oracle
 from threaded_engine import ThreadedEngine
 
+from kernels.cpu.isa import Isa
 from kernels.cpu.products import MAX_ROWS
 from outrider.models.decoder import CausalLM
+from outrider.models.loader import load_model
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
@@ -141,3 +145,25 @@ def test_answers_have_the_same_bits_with_drafts_beside_others_and_after_preempti
     assert told_by(answers) == told_by(truth)
     assert sum(answer.num_accepted for answer in answers) > 0
     assert (drafted.scheduler.num_preemptions > 0) is (num_pages < 512)
+
+
+def test_prefixes_from_the_cache_change_no_bit_if_codes_are_multiplied_as_they_are(
+    tmp_path: Path, isa: Isa, engines: list[ThreadedEngine]
+) -> None:
+    if not isa.has_dots("four"):
+        pytest.skip("prompts of more than 64 tokens have other bits than shorter chunks of them")
+    small_model(tmp_path, head_dim=32, dtype=torch.bfloat16, vocab_size=VOCAB)
+    round_to_four_bits(tmp_path)
+    model = load_model(tmp_path, torch.bfloat16)
+    jobs = [(prompt_of(150)[:length] + prompt_of(40), PARAMS) for length in (150, 110, 150, 70)]
+    told = []
+    for keep_prefixes, chunk_size in ((False, 512), (True, 80)):
+        engine = make_engine(
+            model, 512, keep_prefixes=keep_prefixes, chunk_size=chunk_size, steady_rows=model.steady_rows
+        )
+        engines.append(engine)
+        engine.start()
+        answers = run_all(engine, jobs, width=1, speculate=False, max_tokens=10)
+        assert any(update.cached_prompt_tokens for one in answers for update in one.updates) is keep_prefixes
+        told.append(told_by(answers))
+    assert told[0] == told[1]

@@ -94,8 +94,8 @@ class Eagle3Head(DraftHead):
 
     def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
         """See DraftModel."""
-        plan = None if self._step is None else self.stack.plan(batch, kv)
-        return None if self._step is None or plan is None else self._step(plan, batch.token_ids, links, ranking)
+        plans = [] if self._step is None else self.stack.plans(batch, kv)
+        return self._step(plans[0], batch.token_ids, links, ranking) if self._step and len(plans) == 1 else None
 
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
