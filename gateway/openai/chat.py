@@ -305,6 +305,7 @@ class ChatChoice(Body):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishWord
+    token_ids: list[int] | None = None
     trace: TraceBody | None = None
 
 
@@ -315,6 +316,7 @@ class ChatCompletion(AnswerHead):
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatDelta(Body):
@@ -336,6 +338,7 @@ class ChatChunkChoice(Body):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishWord | None
+    token_ids: list[int] | None = None
     trace: TraceBody | None = None
 
 
@@ -345,6 +348,8 @@ class ChatCompletionChunk(AnswerHead):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
+    prompt_token_ids: list[int] | None = None
+    """Only in the chunk with the role."""
 
 
 def _finish_word(reason: FinishReason | None, answer: CollectedAnswer) -> ChatFinishWord:
@@ -364,29 +369,31 @@ class ChatBuilder(ChoicesBuilder):
             ChatChoice(
                 index=index,
                 message=_message(answer),
-                logprobs=chat_logprobs(answer.tokens, self._tokenizer),
+                logprobs=chat_logprobs(answer.tokens, self._names),
                 finish_reason=_finish_word(answer.finish_reason, answer),
+                **self._ids(answer.tokens),
                 **self._trace(index, answer.tokens, answer.trees),
             )
             for index, answer in enumerate(self._answers)
         ]
-        more = self._prompt_logprobs(0, self._jobs[0].request.num_prompt_logprobs)
+        more = self._prompt_logprobs(0, self._jobs[0].request.num_prompt_logprobs) | self._prompt_ids(0)
         return ChatCompletion(
             object="chat.completion", choices=choices, usage=UsageBody.of(self._usage), **more, **self._head
         )
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[ChatChunkChoice]:
-        index, logprobs = delta.choice_index, chat_logprobs(delta.tokens, self._tokenizer)
+        index, logprobs = delta.choice_index, chat_logprobs(delta.tokens, self._names)
         if not answer.begun:
             answer.begun = True
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
         trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
-        if delta.reasoning or delta.text or logprobs is not None or trace:
+        more = trace | (self._ids(delta.tokens) if delta.tokens else {})
+        if delta.reasoning or delta.text or logprobs is not None or more:
             news = _thought(delta.reasoning)
             if delta.text or not news:
                 news["content"] = delta.text
-            yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **trace)
+            yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **more)
         if delta.tool_calls:
             answer.calls.extend(delta.tool_calls)
             calls = ChatDelta(tool_calls=[CallDelta.of(call) for call in delta.tool_calls])
@@ -399,6 +406,8 @@ class ChatBuilder(ChoicesBuilder):
         return choice.delta.role is None
 
     def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
+        if choices and choices[0].delta.role is not None:
+            more |= self._prompt_ids(0)
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 
 

@@ -21,14 +21,11 @@ from gateway.openai.logprobs import (
     add_completion_logprob,
     completion_logprobs,
     prompt_positions,
-    token_name,
 )
 from outrider.errors import InvalidRequestError
 from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_TOKENS = 16
-_INLINE_ECHO_TOKENS = 4096
-"""Prompt tokens up to which the event loop spells them out itself, in some milliseconds."""
 
 
 def prompt_kind(value: Any) -> str:
@@ -114,6 +111,9 @@ class CompletionChoice(Body):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """In a stream, only in the first event of the choice."""
     prompt_logprobs: PromptLogprobsBody | None = None
     trace: TraceBody | None = None
 
@@ -140,16 +140,13 @@ class CompletionBuilder(ChoicesBuilder):
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: CompletionRequest) -> None:
         super().__init__(model, jobs, body)
         self._body = body
+        self._shows_prompt |= bool(body.echo)
         self._num_sent = (body.n or 1) if body.chooses else None
         self.prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = [prompt if isinstance(prompt, str) else None for prompt in sent[: len(jobs)]]
         self._texts = [text for job, text in zip(jobs, texts, strict=True) for _ in range(job.n)]
         """The prompt of each answer if it was sent as text, which its tokens may spell differently."""
-
-    def is_large(self, delta: Delta | None = None) -> bool:
-        """See the base; a long prompt that is echoed is large, too."""
-        return bool(self._body.echo and self._prompt_tokens > _INLINE_ECHO_TOKENS) or super().is_large(delta)
 
     def whole(self) -> Completion:
         """See the base."""
@@ -159,7 +156,7 @@ class CompletionBuilder(ChoicesBuilder):
             prompt, prompt_logprobs = self._echo(index, answer)
             logprobs = completion_logprobs(
                 () if self._body.logprobs is None else answer.tokens,
-                self._tokenizer,
+                self._names,
                 len(prompt),
                 with_end=bool(self._body.echo),
                 prompt=prompt_logprobs,
@@ -170,6 +167,8 @@ class CompletionBuilder(ChoicesBuilder):
                     text=prompt + "".join(answer.text),
                     logprobs=logprobs,
                     finish_reason=finish_word(answer.finish_reason),
+                    **self._ids(answer.tokens),
+                    **self._prompt_ids(index),
                     **self._prompt_logprobs(index, self._body.prompt_logprobs),
                     **self._trace(index, answer.tokens, answer.trees),
                 )
@@ -191,20 +190,24 @@ class CompletionBuilder(ChoicesBuilder):
         index = delta.choice_index
         answer.prompt_logprobs.extend(delta.chunk.prompt_logprobs if self._body.echo else ())
         ready = delta.tokens or delta.finish_reason is not None
-        if self._body.echo and ready and not answer.begun:
+        prompt_ids: dict[str, Any] = {}
+        if ready and not answer.begun:
             answer.begun = True
-            text, prompt_logprobs = self._echo(index, answer)
-            answer.prompt_logprobs.clear()
-            answer.num_characters = len(text)
-            yield CompletionChoice(index=index, text=text, logprobs=prompt_logprobs, finish_reason=None)
-        logprobs = completion_logprobs(
-            delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._body.echo)
-        )
+            prompt_ids = self._prompt_ids(index)
+            if self._body.echo:
+                text, prompt_logprobs = self._echo(index, answer)
+                answer.prompt_logprobs.clear()
+                answer.num_characters = len(text)
+                more = self._ids(()) | prompt_ids
+                yield CompletionChoice(index=index, text=text, logprobs=prompt_logprobs, finish_reason=None, **more)
+                prompt_ids = {}
+        logprobs = completion_logprobs(delta.tokens, self._names, answer.num_characters, with_end=bool(self._body.echo))
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
         trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
-        if delta.text or logprobs is not None or trace or delta.finish_reason is not None:
+        more = trace | prompt_ids | (self._ids(delta.tokens) if delta.tokens else {})
+        if delta.text or logprobs is not None or more or delta.finish_reason is not None:
             reason = None if delta.finish_reason is None else finish_word(delta.finish_reason)
-            yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **trace)
+            yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **more)
 
     def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:
         """Return the prompt's text and log-probabilities, as far as they are echoed."""
@@ -218,11 +221,11 @@ class CompletionBuilder(ChoicesBuilder):
         text = "".join(pieces) if text is None else text
         if self._body.logprobs is None:
             return text, None
-        first = token_name(token_ids[0], self._tokenizer)
+        first = self._names.name(token_ids[0])
         lists = CompletionLogprobs(tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
         offset = len(pieces[0])
         for position, value, _, top in prompt_positions(answer.prompt_logprobs, self._body.logprobs):
-            add_completion_logprob(lists, token_ids[position], value, top, offset, self._tokenizer)
+            add_completion_logprob(lists, token_ids[position], value, top, offset, self._names)
             offset += len(pieces[position])
         return text, lists
 

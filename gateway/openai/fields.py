@@ -305,11 +305,15 @@ class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema", "grammar"]
     json_schema: JsonSchema | None = None
     grammar_: Text | None = Field(None, alias="grammar", description=EBNF)
+    value: dict[str, Any] | None = None
+    """The JSON schema of a json_object, as clients of Hugging Face's text-generation-inference send it."""
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> ResponseFormat:
         check_goes_with(self.type, "json_schema", self.json_schema, "response_format.json_schema", "schema")
         check_goes_with(self.type, "grammar", self.grammar_, "response_format.grammar", "grammar")
+        if self.value is not None:
+            check_goes_with(self.type, "json_object", self.value, "response_format.value", "schema")
         return self
 
     @property
@@ -319,6 +323,8 @@ class ResponseFormat(StrictModel):
             return []
         if self.grammar_ is not None:
             return [Form("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
+        if self.value is not None:
+            return [Form("response_format.value", _grammar(GrammarKind.JSON_SCHEMA, self.value, strict=False))]
         if self.json_schema is None or self.json_schema.schema_ is None:
             return [Form("response_format", Grammar(GrammarKind.JSON_OBJECT))]
         return [self.json_schema.form("response_format.json_schema.schema")]
@@ -383,6 +389,9 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     a stream."""
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The current name of max_tokens."""
+    return_token_ids: bool | None = Field(None, description="Return the token ids of the prompt and of each answer.")
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens by id, like token_id:5, where log-probabilities are told."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> OpenAIRequest:

@@ -41,7 +41,7 @@ from gateway.http.responses import (
     with_pauses,
 )
 from gateway.openai.fields import GenerationBody, NamedRequests, OpenAIRequest, StreamOptions
-from gateway.openai.logprobs import prompt_logprobs_body, trace_body
+from gateway.openai.logprobs import TokenNames, prompt_logprobs_body, trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
 from outrider.logs import get_logger
@@ -52,6 +52,8 @@ _logger = get_logger(__name__)
 
 _INLINE_VALUES = 1024
 """Log-probabilities and tree nodes up to which the event loop writes a body itself, in some milliseconds."""
+_INLINE_PROMPT_TOKENS = 4096
+"""Prompt tokens up to which the event loop spells them out itself, in some milliseconds."""
 _VERY_LARGE_VALUES = 1 << 16
 """Bodies with more values than this take so much memory that only one is built at a time."""
 
@@ -263,6 +265,23 @@ class ChoicesBuilder(ResponseBuilder):
         self._options = body.stream_options or StreamOptions()
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._completion_tokens = 0
+        self._with_ids = self._shows_prompt = bool(body.return_token_ids)
+        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+
+    def is_large(self, delta: Delta | None = None) -> bool:
+        """See the base; a long prompt that is shown is large, too."""
+        return (self._shows_prompt and self._prompt_tokens > _INLINE_PROMPT_TOKENS) or super().is_large(delta)
+
+    def _keeps_tokens(self, job: Job) -> bool:
+        return self._with_ids or super()._keeps_tokens(job)
+
+    def _ids(self, tokens: Sequence[Token]) -> dict[str, list[int]]:
+        """Return the field with the ids of an answer's tokens; none unless they were asked for."""
+        return {"token_ids": [token.id for token in tokens]} if self._with_ids else {}
+
+    def _prompt_ids(self, index: int) -> dict[str, list[int]]:
+        """Return the field with the ids of an answer's prompt; none unless they were asked for."""
+        return {"prompt_token_ids": list(self._jobs[index].prompt_token_ids)} if self._with_ids else {}
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
         """See the base."""

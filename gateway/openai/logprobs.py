@@ -58,7 +58,25 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 """An entry for each token of the prompt, by token id; None for the first, which has no token before it."""
 
 
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> ChatLogprobs | None:
+class TokenNames:
+    """Names of tokens where log-probabilities are told: their text, or `token_id:` and their id."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token_id: int) -> str:
+        """Return a token's name in a completion: its bytes if they are not whole characters."""
+        return f"token_id:{token_id}" if self._as_ids else token_name(token_id, self._tokenizer)
+
+    def entry(self, token_id: int, logprob: float) -> dict[str, object]:
+        """Return a token's fields in a chat answer, where its bytes have a field of their own."""
+        data = self._tokenizer.token_bytes(token_id)
+        name = self.name(token_id) if self._as_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+
+def chat_logprobs(tokens: Sequence[Token], names: TokenNames) -> ChatLogprobs | None:
     """Return log-probabilities of a chat answer's tokens, but not of the one that ends it; None if not asked for."""
     if all(token.logprobs is None for token in tokens):
         return None
@@ -66,14 +84,14 @@ def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> ChatLogprobs
     for token in tokens:
         if token.logprobs is None or token.ends_answer:
             continue
-        top = [TopLogprob(**_named(token_id, value, tokenizer)) for token_id, value in token.logprobs.top]
-        content.append(TokenLogprob(**_named(token.id, token.logprobs.logprob, tokenizer), top_logprobs=top))
+        top = [TopLogprob(**names.entry(token_id, value)) for token_id, value in token.logprobs.top]
+        content.append(TokenLogprob(**names.entry(token.id, token.logprobs.logprob), top_logprobs=top))
     return ChatLogprobs(content=content)
 
 
 def completion_logprobs(
     tokens: Sequence[Token],
-    tokenizer: Tokenizer,
+    names: TokenNames,
     offset: int,
     *,
     with_end: bool = False,
@@ -90,7 +108,7 @@ def completion_logprobs(
     for token in tokens:
         if token.logprobs is None or (token.ends_answer and not with_end):
             continue
-        add_completion_logprob(lists, token.id, token.logprobs.logprob, token.logprobs.top, offset, tokenizer)
+        add_completion_logprob(lists, token.id, token.logprobs.logprob, token.logprobs.top, offset, names)
         offset += len(token.text)
     return lists
 
@@ -101,10 +119,10 @@ def add_completion_logprob(
     logprob: float,
     top: Iterable[tuple[int, float]],
     offset: int,
-    tokenizer: Tokenizer,
+    names: TokenNames,
 ) -> None:
     """Append a token to the four lists."""
-    name = token_name(token_id, tokenizer)
+    name = names.name(token_id)
     value = finite(logprob)
     lists.tokens.append(name)
     lists.token_logprobs.append(value)
@@ -113,13 +131,8 @@ def add_completion_logprob(
         named: dict[str, float] = {}
         for likely, likely_logprob in top:
             # Two ids may be spelled alike: keep the likelier one.
-            named.setdefault(token_name(likely, tokenizer), finite(likely_logprob))
+            named.setdefault(names.name(likely), finite(likely_logprob))
         lists.top_logprobs.append(named | {name: value})
-
-
-def _named(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, object]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def token_name(token_id: int, tokenizer: Tokenizer) -> str:

@@ -76,6 +76,28 @@ async def test_logprobs_are_four_lists_of_one_length(world: World, stream: bool)
     assert any(token.startswith("bytes:\\x") for token in tokens)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_completions_tell_token_ids(world: World, echo: bool) -> None:
+    ids = [*world.verify.say("Hi 🦜 there"), 2]
+    prompt = [[5, 6, 7], [8, 9]]
+    names = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    body: Any = {"model": MODEL, "prompt": prompt, "n": 2, "echo": echo, "logprobs": 1, "extra_body": names}
+    answer: Any = await world.openai().completions.create(**body)
+    assert [choice.token_ids for choice in answer.choices] == [ids] * 4
+    assert [choice.prompt_token_ids for choice in answer.choices] == [prompt[0], prompt[0], prompt[1], prompt[1]]
+    shown = [*prompt[0], *ids] if echo else ids[:-1]
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{one}" for one in shown]
+    assert answer.choices[0].logprobs.tokens[-1] in answer.choices[0].logprobs.top_logprobs[-1]
+    parts: dict[int, list[Any]] = {}
+    async for chunk in await world.openai().completions.create(**body, stream=True):
+        parts.setdefault(chunk.choices[0].index, []).append(chunk.choices[0])
+    for index, choices in parts.items():
+        assert [one for choice in choices for one in choice.token_ids] == ids
+        assert choices[0].prompt_token_ids == prompt[index // 2]
+        assert not any("prompt_token_ids" in choice.model_extra for choice in choices[1:])
+        assert [name for choice in choices for name in choice.logprobs.tokens][-1] == f"token_id:{shown[-1]}"
+
+
 async def test_responses_are_what_openapi_says(world: World) -> None:
     world.verify.say("ok")
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "model": None}

@@ -54,6 +54,8 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_grammar": GUIDANCE.source, "structured_outputs": {"grammar": GUIDANCE.source}}, GUIDANCE),
     ({"ebnf": GUIDANCE.source}, GUIDANCE),
     (wrapped(SCHEMA) | {"guided_json": SCHEMA}, OF_SCHEMA),
+    # What huggingface_hub makes of a json_schema.
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, OF_SCHEMA),
 ]
 SGLANG: list[tuple[dict[str, Any], Grammar | None]] = [
     ({}, None),
@@ -110,6 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema", "does not go"),
+    ({"response_format": {"type": "text", "value": {}}}, "response_format.value", "does not go"),
     (wrapped([]), "response_format.json_schema.schema", "an object"),
     (wrapped({}, strikt=True), "response_format.json_schema.strikt", "unknown field"),
     (wrapped({"items": {"not": {}}}), "response_format.json_schema.schema.items.not", "say what is allowed"),

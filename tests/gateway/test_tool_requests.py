@@ -453,3 +453,25 @@ async def test_grpc_refuses_tools_that_cannot_be_by_their_place(
     request.grammar.regex = "a"
     with pytest.raises(grpc.aio.AioRpcError, match="grammar: only JSON goes with tools"):
         [part async for part in world.stub.Generate(request)]
+
+
+async def test_token_ids_are_told_of_all_tokens_of_a_chat_answer(tmp_path: Path) -> None:
+    verify = make_verify(tmp_path, "hermes")
+    async with open_world(verify, tmp_path) as world:
+        ids = [*verify.say(WRITTEN["hermes"]), 2]
+        body: Any = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+        named = body | {"extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+        answer: Any = await world.openai().chat.completions.create(**named, logprobs=True, top_logprobs=1)
+        asked = list(verify.requests[-1].prompt_token_ids)
+        assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (asked, ids)
+        assert len(answer.choices[0].message.tool_calls) == 2
+        content = answer.choices[0].logprobs.content
+        assert [one.token for one in content] == [f"token_id:{one}" for one in ids[:-1]]
+        assert all(one.top_logprobs[0].token.startswith("token_id:") for one in content)
+        assert bytes(byte for one in content for byte in one.bytes).decode() == WRITTEN["hermes"]
+        stream: Any = await world.openai().chat.completions.create(**body, stream=True)
+        role, *chunks = [chunk async for chunk in stream]
+        assert (role.prompt_token_ids, role.choices[0].delta.role) == (asked, "assistant")
+        told = [chunk.choices[0].model_extra.get("token_ids", []) for chunk in chunks]
+        assert [one for part in told for one in part] == ids
+        assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks)
