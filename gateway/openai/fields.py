@@ -306,7 +306,8 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
     grammar_: Text | None = Field(None, alias="grammar", description=EBNF)
     value: dict[str, Any] | None = None
-    """The JSON schema of a json_object, as clients of Hugging Face's text-generation-inference send it."""
+    """The JSON schema of a json_object, as clients of Hugging Face's text-generation-inference send it; objects have
+    only the keys that it names, unless it says otherwise."""
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> ResponseFormat:
@@ -324,7 +325,7 @@ class ResponseFormat(StrictModel):
         if self.grammar_ is not None:
             return [Form("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
         if self.value is not None:
-            return [Form("response_format.value", _grammar(GrammarKind.JSON_SCHEMA, self.value, strict=False))]
+            return [Form("response_format.value", _grammar(GrammarKind.JSON_SCHEMA, self.value, strict=True))]
         if self.json_schema is None or self.json_schema.schema_ is None:
             return [Form("response_format", Grammar(GrammarKind.JSON_OBJECT))]
         return [self.json_schema.form("response_format.json_schema.schema")]
