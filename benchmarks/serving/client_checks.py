@@ -291,6 +291,137 @@ def litellm(rest: str, _grpc: str) -> dict[str, Any]:
     return {"arguments": call.function.arguments, "events": len(chunks)}
 
 
+def hugging_face(rest: str, _grpc: str) -> dict[str, Any]:
+    """Use huggingface_hub's InferenceClient: whole and streamed, a schema, a forced call, token ids."""
+    from huggingface_hub import InferenceClient
+
+    report = weather_report()
+    client = InferenceClient(base_url=f"{rest}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": model_name(rest), "temperature": 0, "max_tokens": 24}
+    messages = [{"role": "user", "content": CHAT}]
+    whole = client.chat_completion(messages, extra_body={"return_token_ids": True}, **asked)
+    require(len(whole.choices[0]["token_ids"]) == whole.usage.completion_tokens, "token ids are missing")
+    events = list(client.chat_completion(messages, stream=True, stream_options={"include_usage": True}, **asked))
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    require(text == whole.choices[0].message.content and events[-1].usage is not None, "the stream differs")
+    asked["max_tokens"] = 96
+    question = [{"role": "user", "content": WEATHER}]
+    schema = {"name": "report", "schema": report.model_json_schema(), "strict": True}
+    form = client.chat_completion(question, response_format={"type": "json_schema", "json_schema": schema}, **asked)
+    found = report.model_validate_json(form.choices[0].message.content)
+    require(form.choices[0].finish_reason == "stop", "the form is not complete")
+    function = {"name": "report", "description": "Tells it.", "parameters": report.model_json_schema()}
+    tools = [{"type": "function", "function": function}]
+    (call,) = (
+        client.chat_completion(question, tools=tools, tool_choice="required", **asked).choices[0].message.tool_calls
+    )
+    report.model_validate_json(call.function.arguments)
+    return {"arguments": found.model_dump_json(), "events": len(events)}
+
+
+def outlines(rest: str, _grpc: str) -> dict[str, Any]:
+    """Use outlines' models of vLLM and SGLang: a choice, an expression, a schema, a stream; a grammar of vLLM."""
+    import openai
+    import outlines as library
+
+    report = weather_report()
+    client = openai.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
+    schema = report.model_json_schema() | {"additionalProperties": False}
+    for make in (library.from_vllm, library.from_sglang):
+        model = make(client, model_name(rest))
+        require(model(WEATHER, Literal["sunny", "rainy"], max_tokens=24) in ("sunny", "rainy"), "no choice")
+        require(model(WEATHER, library.regex("[0-9]{2} C"), max_tokens=24).endswith(" C"), "the expression is not met")
+        whole = model(WEATHER, library.json_schema(schema), max_tokens=96, temperature=0)
+        report.model_validate_json(whole)
+        pieces = list(model.stream(WEATHER, library.json_schema(schema), max_tokens=96, temperature=0))
+        require("".join(pieces) == whole, "the stream differs")
+    grammar = library.cfg('start: "yes" | "no"')
+    said = library.from_vllm(client, model_name(rest))(WEATHER, grammar, max_tokens=24)
+    require(said in ("yes", "no"), "the grammar is not met")
+    return {"arguments": whole, "events": len(pieces)}
+
+
+def openai_agents(rest: str, _grpc: str) -> dict[str, Any]:
+    """Run OpenAI's agents over chat and responses: an output type, whole and streamed, a forced call, the next turn."""
+    import asyncio
+
+    import agents as library
+
+    library.set_tracing_disabled(True)
+    report = weather_report()
+    called: list[str] = []
+
+    @library.function_tool
+    def weather_of(city: str) -> str:
+        """Tells the weather of a city."""
+        called.append(city)
+        return f"21 degrees in {city}"
+
+    async def run(kind: Any) -> tuple[Any, int]:
+        client = library.AsyncOpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
+        settings = library.ModelSettings(max_tokens=96, temperature=0)
+        given: dict[str, Any] = {"name": "agent", "instructions": "Be brief.", "model": kind(model_name(rest), client)}
+        typed = library.Agent(output_type=report, model_settings=settings, **given)
+        found = (await library.Runner.run(typed, WEATHER)).final_output
+        require(isinstance(found, report), f"the output is {found!r}")
+        streamed = library.Runner.run_streamed(typed, WEATHER)
+        num_events = len([event async for event in streamed.stream_events()])
+        require(streamed.final_output == found, "the stream differs")
+        forced = library.ModelSettings(max_tokens=96, temperature=0, tool_choice="required")
+        caller = library.Agent(
+            tools=[weather_of], model_settings=forced, tool_use_behavior="stop_on_first_tool", **given
+        )
+        first = await library.Runner.run(caller, WEATHER)
+        require(called != [] and first.final_output.startswith("21 degrees"), "the tool was not called")
+        history: Any = [*first.to_input_list(), {"role": "user", "content": "Thank you."}]
+        answer = await library.Runner.run(library.Agent(model_settings=settings, **given), history)
+        require(isinstance(answer.final_output, str), "no answer after a call")
+        return found, num_events
+
+    chat, _ = asyncio.run(run(library.OpenAIChatCompletionsModel))
+    found, num_events = asyncio.run(run(library.OpenAIResponsesModel))
+    require(chat == found, "chat and responses differ")
+    return {"arguments": found.model_dump_json(), "events": num_events}
+
+
+def haystack(rest: str, _grpc: str) -> dict[str, Any]:
+    """Use Haystack's generators for chat and responses: whole and streamed, a schema, a forced call, its result."""
+    from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import create_tool_from_function
+    from haystack.utils import Secret
+
+    def weather_of(city: str) -> str:
+        """Tells the weather of a city."""
+        return f"21 degrees in {city}"
+
+    report = weather_report()
+    tools = [create_tool_from_function(weather_of)]
+    question = ChatMessage.from_user(WEATHER)
+    for kind, limit, form in (
+        (OpenAIChatGenerator, "max_tokens", "response_format"),
+        (OpenAIResponsesChatGenerator, "max_output_tokens", "text_format"),
+    ):
+        generator = kind(
+            api_key=Secret.from_token("none"),
+            api_base_url=f"{rest}/v1",
+            model=model_name(rest),
+            generation_kwargs={limit: 96, "temperature": 0},
+            max_retries=0,
+        )
+        whole = generator.run([question])["replies"][0].text
+        pieces: list[Any] = []
+        streamed = generator.run([question], streaming_callback=pieces.append)["replies"][0].text
+        require(streamed == whole and len(pieces) > 1, "the stream differs")
+        report.model_validate_json(generator.run([question], generation_kwargs={form: report})["replies"][0].text)
+        forced = generator.run([question], tools=tools, generation_kwargs={"tool_choice": "required"})["replies"][0]
+        result = ChatMessage.from_tool("21 degrees", origin=forced.tool_calls[0])
+        history = [question, forced, result]
+        said = generator.run(history, tools=tools, generation_kwargs={"tool_choice": "none"})["replies"][0]
+        require(bool(said.text) and not said.tool_calls, "no answer in words")
+    return {"arguments": json.dumps(forced.tool_calls[0].arguments), "events": len(pieces)}
+
+
 def weather_report() -> Any:
     """Return the class of a report, which clients turn into a tool."""
     from pydantic import BaseModel
@@ -387,6 +518,10 @@ CHECKS: dict[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] 
     "pydantic-ai": (pydantic_ai, ("pydantic-ai-slim",)),
     "instructor": (instructor, ("instructor",)),
     "litellm": (litellm, ("litellm",)),
+    "huggingface-hub": (hugging_face, ("huggingface_hub",)),
+    "outlines": (outlines, ("outlines",)),
+    "openai-agents": (openai_agents, ("openai-agents",)),
+    "haystack": (haystack, ("haystack-ai",)),
     "load-generator": (load_generator, ("requests",)),
     "health": (health, ("grpcio-health-checking",)),
 }

@@ -1,6 +1,6 @@
 """Other projects' clients against the three services: each must work, and scores must not depend on speculation.
 
-for name in instructor litellm pydantic-ai; do
+for name in frameworks instructor litellm pydantic-ai; do
     python -m venv environments/$name
     environments/$name/bin/pip install -r benchmarks/serving/client_requirements/$name.txt
 done
@@ -34,6 +34,10 @@ CHECKS = {
     "pydantic-ai": "pydantic-ai",
     "instructor": "instructor",
     "litellm": "litellm",
+    "huggingface-hub": "frameworks",
+    "outlines": "frameworks",
+    "openai-agents": "frameworks",
+    "haystack": "frameworks",
     "load-generator": "clients",
     "health": "clients",
     "lm-eval": "clients",
