@@ -11,10 +11,12 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.answer import Delta
+from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ClientRequest,
+    Job,
     PromptEnd,
     RequestMessage,
     Role,
@@ -246,6 +248,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     prediction: Annotated[Any, Only(why="predicted outputs are not supported: drafts are made here")] = None
     separate_reasoning: bool | None = None
     """Return the model's reasoning as reasoning_content, not as part of the content. Default true."""
+    include_reasoning: bool | None = Field(None, description="False leaves separated reasoning out of the answer.")
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why="nothing is fetched for a client")] = None
 
@@ -363,12 +366,16 @@ class ChatBuilder(ChoicesBuilder):
 
     id_prefix = "chatcmpl"
 
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: ChatCompletionRequest) -> None:
+        super().__init__(model, jobs, body)
+        self._tells_reasoning = body.include_reasoning is not False
+
     def whole(self) -> ChatCompletion:
         """See the base."""
         choices = [
             ChatChoice(
                 index=index,
-                message=_message(answer),
+                message=self._message(answer),
                 logprobs=chat_logprobs(answer.tokens, self._names),
                 finish_reason=_finish_word(answer.finish_reason, answer),
                 **self._ids(answer.tokens),
@@ -390,7 +397,7 @@ class ChatBuilder(ChoicesBuilder):
         trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
         more = trace | (self._ids(delta.tokens) if delta.tokens else {})
         if delta.reasoning or delta.text or logprobs is not None or more:
-            news = _thought(delta.reasoning)
+            news = self._thought(delta.reasoning)
             if delta.text or not news:
                 news["content"] = delta.text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **more)
@@ -410,15 +417,13 @@ class ChatBuilder(ChoicesBuilder):
             more |= self._prompt_ids(0)
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 
+    def _thought(self, text: str) -> dict[str, Any]:
+        """Return reasoning under both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
+        return {"reasoning_content": text, "reasoning": text} if text and self._tells_reasoning else {}
 
-def _thought(text: str) -> dict[str, str]:
-    """Return reasoning under both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
-
-
-def _message(answer: CollectedAnswer) -> AssistantMessage:
-    text, calls = "".join(answer.text), calls_made(answer.calls)
-    more: dict[str, Any] = _thought("".join(answer.reasoning))
-    if calls:
-        more["tool_calls"] = calls
-    return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)
+    def _message(self, answer: CollectedAnswer) -> AssistantMessage:
+        text, calls = "".join(answer.text), calls_made(answer.calls)
+        more = self._thought("".join(answer.reasoning))
+        if calls:
+            more["tool_calls"] = calls
+        return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)

@@ -393,6 +393,7 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     return_token_ids: bool | None = Field(None, description="Return the token ids of the prompt and of each answer.")
     return_tokens_as_token_ids: bool | None = None
     """Name tokens by id, like token_id:5, where log-probabilities are told."""
+    no_stop_trim: bool | None = Field(None, description="include_stop_str_in_output under SGLang's name.")
 
     @model_validator(mode="after")
     def _fit_together(self) -> OpenAIRequest:
@@ -424,6 +425,8 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     def common(self, num_logprobs: int | None) -> dict[str, Any]:
         """Return the fields of a ClientRequest, without the prompt."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in OutputFields.model_fields}
+        if self.no_stop_trim is not None:
+            fields["include_stop_str_in_output"] = self.no_stop_trim
         sampling = {name: getattr(self, name) for name in SamplingFields.model_fields}
         sampling["num_logprobs"] = num_logprobs
         return fields | {

@@ -34,6 +34,7 @@ async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World)
     world.verify.say("one two three")
     assert await completion(world, stop=["two"]) == "one "
     assert await completion(world, stop=["two"], include_stop_str_in_output=True) == "one two"
+    assert await completion(world, stop=["two"], no_stop_trim=True) == "one two"
     params = {"stop": ["two"], "no_stop_trim": True}
     answer = (await world.http.post("/generate", json={"text": "x", "sampling_params": params})).json()
     assert answer["text"] == "one two" and answer["meta_info"]["finish_reason"]["matched"] == "two"

@@ -76,6 +76,16 @@ async def test_deltas_of_a_stream_are_of_the_one_or_the_other(thinker: World) ->
     assert not any(content[:last])
 
 
+async def test_reasoning_can_be_left_out(thinker: World) -> None:
+    less: dict[str, Any] = {"extra_body": {"include_reasoning": False}}
+    answer = await ask(thinker, **less)
+    assert answer.choices[0].message.content == "Hello!"
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    deltas = [chunk.choices[0].delta async for chunk in await ask(thinker, stream=True, **less)]
+    assert "".join(delta.content or "" for delta in deltas) == "Hello!"
+    assert not any(hasattr(part, "reasoning") for part in (answer.choices[0].message, *deltas))
+
+
 async def test_an_answer_cut_off_while_it_thinks_has_no_content(thinker: World) -> None:
     answer = await ask(thinker, max_tokens=14)
     message = answer.choices[0].message
