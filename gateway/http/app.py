@@ -95,6 +95,8 @@ class RestApp:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        # vLLM and SGLang redirect such paths, which not every client follows with its body.
+        scope["path"] = scope["path"].rstrip("/") or "/"
         scope["app"] = self  # makes the router raise for paths and methods that it does not know
         try:
             with self._gateway.counted(DOOR):

@@ -49,6 +49,14 @@ async def test_a_wrong_method_or_path_is_told_in_openais_shape(world: World) -> 
         assert {"message", "type", "param", "code"} == set(error)
 
 
+async def test_a_slash_at_the_end_changes_nothing(world: World) -> None:
+    world.verify.say("ok")
+    answer = await world.http.post("/v1/completions/", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "ok")
+    for path in ("/v1/models", "/health", f"/v1/models/{MODEL}"):
+        assert (await world.http.get(f"{path}/")).content == (await world.http.get(path)).content
+
+
 async def test_no_page_of_another_origin_may_call_unless_told(
     world: World, verify: ScriptedVerify, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
