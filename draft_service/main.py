@@ -20,6 +20,7 @@ from outrider.metrics import serve_metrics
 from outrider.models.drafters.kinds import drafters_of_service
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options
+from outrider.rpc.tokens import door_tokens
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -38,7 +39,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     """Serve until `stop` is set, then drain. Return the exit code. Raises ConfigError."""
     options.check()
     switch_threads_often()
-    server_options = door_options(options, options.read_auth_tokens())
+    server_options = door_options(options, door_tokens(options))
     check_free(options.address)
     if options.metrics_address:
         check_free(options.metrics_address, "--metrics-address")

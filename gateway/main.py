@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
@@ -24,11 +24,11 @@ from gateway.servicer import DOOR as GRPC_DOOR
 from gateway.servicer import SERVICE_NAME, GatewayServicer
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import peer_token
-from outrider.logs import get_logger, hide_secret
+from outrider.logs import get_logger
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.tls import TlsSource
+from outrider.rpc.tokens import TokenSource, peer_tokens
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, PeerAddresses, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
     """Serve both doors until `stop`, then drain. Raises ConfigError."""
     options.check()
-    api_keys = options.read_api_keys()
-    for api_key in api_keys:
-        hide_secret(api_key)
+    api_keys = TokenSource("--api-key-file", options.api_key_file, options.read_api_keys)
     door = door_options(options, api_keys)
     gateway = build_gateway(options)
     grpc_server = GrpcServer(
@@ -95,7 +93,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
 
 
 def _http_servers(
-    gateway: Gateway, options: GatewayOptions, api_keys: Mapping[str, str], tls: TlsSource | None
+    gateway: Gateway, options: GatewayOptions, api_keys: TokenSource, tls: TlsSource | None
 ) -> list[HttpServer]:
     """Return the REST door and, with --metrics-address, the server of a separate metrics page. Raises ConfigError."""
     app = RestApp(gateway, options, api_keys=api_keys)
@@ -113,7 +111,7 @@ def _http_servers(
 def build_gateway(options: GatewayOptions) -> Gateway:
     """Build the parts of a gateway without starting them. Call this inside the event loop. Raises ConfigError."""
     catalogue = Catalogue(options)
-    token = peer_token(options, "verify")
+    token = peer_tokens(options, "verify")
     tls = peer_source(options, "verify")
     connect = partial(
         Replica,

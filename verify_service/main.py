@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from outrider.config.base import parse_options
-from outrider.config.service import peer_token
 from outrider.config.verify import VerifyOptions
 from outrider.errors import UnavailableError
 from outrider.host.process import EngineProcess, switch_threads_often
@@ -18,6 +17,7 @@ from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
+from outrider.rpc.tokens import door_tokens, peer_tokens
 from outrider.rpc.transport import PeerAddresses
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission, GrammarChecker
@@ -45,7 +45,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     options.check()
     switch_threads_often()
     # Fail on these before the model is loaded, which may take minutes.
-    server_options, token = door_options(options, options.read_auth_tokens()), peer_token(options, "draft")
+    server_options, token = door_options(options, door_tokens(options)), peer_tokens(options, "draft")
     dial = partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
     check_free(options.address)
     drafts = () if options.no_speculation else options.draft

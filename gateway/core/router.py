@@ -57,7 +57,7 @@ class Replica:
         self,
         address: str,
         *,
-        auth_token: str = "",
+        auth_token: str | Callable[[], str] = "",
         tls: TlsSource | None = None,
         probe_seconds: float = 2.0,
         max_message_bytes: int,

@@ -32,7 +32,7 @@ from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError
 from outrider.rpc.call import clean_request_id, name_client
-from outrider.rpc.interceptors import matching_token
+from outrider.rpc.tokens import NO_TOKENS, TokenSource, matching_token
 from outrider.rpc.transport import is_local
 
 _logger = logs.get_logger(__name__)
@@ -44,10 +44,10 @@ _STRANGER_LOG_SECONDS = 10.0
 class RestApp:
     """The REST door as one ASGI application."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
-        """`api_keys` maps keys to tenants; if there are any, all paths but pages and `_OPEN_PATHS` need one."""
+    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: TokenSource = NO_TOKENS) -> None:
+        """With `api_keys`, all paths but pages and `_OPEN_PATHS` need one."""
         self._gateway = gateway
-        self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
+        self._api_keys = api_keys
         self._strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
         """Throttled warnings about refused requests: anybody can send those, and must not fill the log."""
         guarded = bool(api_keys or options.tls_cert)
@@ -117,14 +117,15 @@ class RestApp:
 
     def _authorize(self, path: str, headers: Headers) -> None:
         """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one."""
-        if not self._api_keys or path in self._open_paths:
+        keys = self._api_keys.current()
+        if not keys or path in self._open_paths:
             return
-        key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
+        key = matching_token(headers.get("authorization", "").encode(), keys)
         # A single key does not tell clients apart.
-        if key is None or len(self._api_keys) == 1:
+        if key is None or len(keys) == 1:
             name_client("", "")
         else:
-            name_client(key.decode(), "", self._api_keys[key])
+            name_client(key.decode(), "", keys[key])
         if key is None:
             raise HttpError(
                 401,

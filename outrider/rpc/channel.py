@@ -26,20 +26,21 @@ def open_channel(
     address: str,
     *,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    auth_token: str = "",
+    auth_token: str | Callable[[], str] = "",
     tls: TlsSource | None = None,
     option: str = "address",
 ) -> grpc.aio.Channel:
     """Return a channel to "host:port", "unix:/path" or "dns:..."; it connects at the first call and reconnects.
 
     Must be called inside the event loop. Raises ConfigError, naming `option`, if the address is malformed. Each call
-    carries the bearer token, if one is given, and the current request id, client and deadline.
+    carries the bearer token of that moment, if there is one, and the current request id, client and deadline.
     When files of `tls` are replaced, new calls use the new files, and calls under way continue.
     """
     if not address.startswith("dns:"):
         check_peer_address(address, option)
-    check_token(auth_token, "auth token")
-    logs.hide_secret(auth_token)
+    current_token = auth_token if callable(auth_token) else lambda: auth_token
+    check_token(current_token(), "auth token")
+    logs.hide_secret(current_token())
     options, target = channel_options(max_message_bytes), grpc_target(address)
     # gRPC would check a socket's path against the certificate, which cannot name a path.
     name = "" if tls is None else tls.files.name or ("localhost" if unix_path(address) is not None else "")
@@ -51,7 +52,7 @@ def open_channel(
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, channel_credentials(tls.current()[1]), options=options)
 
-    return _TaggedChannel(dial, tls, auth_token)
+    return _TaggedChannel(dial, tls, current_token)
 
 
 class _TaggedChannel(grpc.aio.Channel):
@@ -61,7 +62,9 @@ class _TaggedChannel(grpc.aio.Channel):
     grpc.aio's interceptors would put a task and a queue between a stream and its messages; this costs a tuple a call.
     """
 
-    def __init__(self, dial: Callable[[], grpc.aio.Channel], tls: TlsSource | None, auth_token: str) -> None:
+    def __init__(
+        self, dial: Callable[[], grpc.aio.Channel], tls: TlsSource | None, auth_token: Callable[[], str]
+    ) -> None:
         self._dial = dial
         self._tls = tls
         self._tls_version = 0 if tls is None else tls.current()[0]
@@ -134,7 +137,7 @@ class _TaggedChannel(grpc.aio.Channel):
         pairs = tuple(metadata or ())
         given = {key for key, _ in pairs}
         defaults = (
-            (AUTHORIZATION_KEY, f"Bearer {self._auth_token}" if self._auth_token else ""),
+            (AUTHORIZATION_KEY, f"Bearer {token}" if (token := self._auth_token()) else ""),
             (REQUEST_ID_KEY, logs.request_id.get()),
             (CLIENT_KEY, client.get()),
         )

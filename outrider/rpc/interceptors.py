@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -31,6 +29,7 @@ from outrider.rpc.call import (
     name_client,
 )
 from outrider.rpc.status import status_from_error
+from outrider.rpc.tokens import NO_TOKENS, Tokens, TokenSource, matching_token
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -58,14 +57,14 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         *,
-        auth_tokens: Mapping[str, str] = MappingProxyType({}),
+        auth_tokens: TokenSource = NO_TOKENS,
         allow_unknown_fields: Collection[str] = (),
         for_peers: bool = False,
         message_seconds: float = 30.0,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
-        """`auth_tokens`: each with its tenant's name. With `for_peers`, callers may say on whose behalf they call.
+        """With `for_peers`, callers may say on whose behalf they call.
 
         `on_refused` is called for calls that are refused before a handler sees them.
         """
@@ -74,7 +73,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         self.on_refused = on_refused
         self.strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
         """Warnings of calls without a valid token, throttled: a caller with a wrong token retries again and again."""
-        self._auth_tokens = {token.encode(): tenant for token, tenant in auth_tokens.items()}
+        self._auth_tokens = auth_tokens
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
 
@@ -89,34 +88,24 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         metadata = dict(handler_call_details.invocation_metadata or ())
-        token = self._token(metadata)
-        authorized = token is not None or not self._auth_tokens or method.startswith(_HEALTH_PREFIX)
+        tokens = self._auth_tokens.current()
+        token = _sent_token(metadata, tokens)
+        authorized = token is not None or not tokens or method.startswith(_HEALTH_PREFIX)
         call = _BoundaryCall(self, method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized)
         if self._for_peers:
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
             # A single token does not tell clients apart.
-            if token is not None and len(self._auth_tokens) > 1:
-                call.token, call.tenant = token.decode(), self._auth_tokens[token]
+            if token is not None and len(tokens) > 1:
+                call.token, call.tenant = token.decode(), tokens[token]
             call.user = str(metadata.get(USER_KEY, ""))
         lenient = method in self._allow_unknown_fields or not method.startswith(_OWN_PREFIX)
         return _wrap(handler, call, lenient)
 
-    def _token(self, metadata: dict[str, Any]) -> bytes | None:
-        given = metadata.get(AUTHORIZATION_KEY, "")
-        data = given if isinstance(given, bytes) else given.encode()
-        return matching_token(data, self._auth_tokens)
 
-
-def matching_token(authorization: bytes, tokens: Collection[bytes]) -> bytes | None:
-    """Return the one of `tokens` that "Bearer TOKEN" carries; None for any other text.
-
-    All tokens are always compared, each in a time that does not depend on where the two differ.
-    """
-    scheme, _, given = authorization.partition(b" ")
-    given = given.strip()
-    found = [token for token in tokens if hmac.compare_digest(given, token)]
-    return found[0] if found and scheme.lower() == b"bearer" else None
+def _sent_token(metadata: dict[str, Any], tokens: Tokens) -> bytes | None:
+    given = metadata.get(AUTHORIZATION_KEY, "")
+    return matching_token(given if isinstance(given, bytes) else given.encode(), tokens)
 
 
 @dataclass(slots=True)

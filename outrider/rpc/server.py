@@ -7,19 +7,19 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.config.service import ServiceOptions, check_token, door_tls, peer_tls
+from outrider.config.service import ServiceOptions, door_tls, peer_tls
 from outrider.errors import ConfigError, OutriderError
-from outrider.logs import get_logger, hide_secret
+from outrider.logs import get_logger
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
+from outrider.rpc.tokens import NO_TOKENS, TokenSource
 from outrider.rpc.transport import (
     DEFAULT_HANDSHAKE_SECONDS,
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -42,14 +42,14 @@ class DoorOptions(TypedDict):
     """Arguments of GrpcServer that every service takes from its options."""
 
     address: str
-    auth_tokens: Mapping[str, str]
+    auth_tokens: TokenSource
     tls: TlsSource | None
     reflection: bool
     max_connection_age: float
     key_fix: str
 
 
-def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> DoorOptions:
+def door_options(options: ServiceOptions, auth_tokens: TokenSource) -> DoorOptions:
     """Return the arguments; `auth_tokens` open the door. Raises ConfigError, naming a TLS file that cannot be used."""
     files = door_tls(options)
     return DoorOptions(
@@ -74,7 +74,7 @@ class GrpcServer:
     Create it in the event loop; add servicers to `grpc`, then `start`, warm up, `set_serving(True)`, finally `stop`.
 
     `address` is "host:port" (port 0 takes a free one) or "unix:/path". `service_names` are the full names that health
-    answers for. `max_message_bytes` bounds a message either way. With `auth_tokens`, each with its tenant's name, every
+    answers for. `max_message_bytes` bounds a message either way. With `auth_tokens` every
     method but health needs one of these bearer tokens. With `tls` clients must speak TLS, and show a certificate if it
     has a `ca`. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") accept messages of newer
     peers; elsewhere an unknown field is refused. With `for_peers`, callers are Outrider services and may say on whose
@@ -91,7 +91,7 @@ class GrpcServer:
         address: str,
         service_names: Sequence[str],
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        auth_tokens: Mapping[str, str] = MappingProxyType({}),
+        auth_tokens: TokenSource = NO_TOKENS,
         tls: TlsSource | None = None,
         allow_unknown_fields: Collection[str] = (),
         reflection: bool = False,
@@ -104,9 +104,6 @@ class GrpcServer:
         on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
         check_address(address, "--address")
-        for token in auth_tokens:
-            check_token(token, "--auth-token")
-            hide_secret(token)
         self.address = address
         self._tls = tls
         self._key_fix = key_fix

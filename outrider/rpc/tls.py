@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import ssl
 import stat
-import threading
 from base64 import b64decode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,6 +17,7 @@ import grpc
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
+from outrider.rpc.reload import FileSource, local_path, unreadable
 
 _logger = get_logger(__name__)
 
@@ -42,9 +41,6 @@ _NAME_MISMATCHES = (62, 64)
 _INVALID_TIMES = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
-_Stamp = tuple[tuple[int, int, int], ...]
-"""Inode, size and modification time of each file, which change when one is replaced or written."""
-
 
 @dataclass(frozen=True)
 class TlsMaterial:
@@ -57,49 +53,21 @@ class TlsMaterial:
     """For an HTTP server."""
 
 
-class TlsSource:
-    """The current content of TLS files. Thread-safe; each access costs three stat calls.
+class TlsSource(FileSource[TlsMaterial]):
+    """The current content of TLS files.
 
-    If new files cannot be used, the former content stays in use and the log says so. Replace files by renaming, as
-    Kubernetes and certbot do, or write the key first: a certificate and key that do not fit together are not used.
+    Replace files by renaming, as Kubernetes and certbot do, or write the key first: a certificate and key that do not
+    fit together are not used.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files. Raises ConfigError that names option, file and fix."""
         self.files = files
-        self._lock = threading.Lock()
-        self._stamp = _stamp(files)
-        self._refused: _Stamp | None = None
-        self._version = 1
-        self._material = load_material(files)
-        _warn_of_files(files)
+        paths = {files.flag(word): text for word in ("cert", "key", "ca") if (text := getattr(files, word))}
+        super().__init__(files.prefix, paths, partial(load_material, files))
 
-    def current(self) -> tuple[int, TlsMaterial]:
-        """Return a version that rises with each change, and the content to use now."""
-        with self._lock:
-            self._reload()
-            return self._version, self._material
-
-    def _reload(self) -> None:
-        stamp: _Stamp = ()
-        try:
-            stamp = _stamp(self.files)
-            if stamp in (self._stamp, self._refused):
-                return
-            material = load_material(self.files)
-            settled = _stamp(self.files) == stamp
-        except ConfigError as error:
-            if stamp != self._refused:
-                _logger.warning(
-                    "the files have changed but cannot be used; the previous ones stay in use: %s", error.message
-                )
-            self._refused = stamp
-            return
-        if settled:  # else a file is still being written: the next connection tries again
-            self._stamp, self._material, self._refused = stamp, material, None
-            self._version += 1
-            _logger.info("%s: the files have changed and are used from now on", self.files.prefix)
-            _warn_of_files(self.files)
+    def _taken(self) -> None:
+        _warn_of_files(self.files)
 
 
 def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
@@ -168,9 +136,9 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     load_material(files)
     context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
     context.name = files.name
-    context.load_verify_locations(_path(files.ca))
+    context.load_verify_locations(local_path(files.ca))
     if files.cert:
-        context.load_cert_chain(_path(files.cert), _path(files.key))
+        context.load_cert_chain(local_path(files.cert), local_path(files.key))
     return context
 
 
@@ -237,7 +205,7 @@ def load_material(files: TlsFiles) -> TlsMaterial:
         _attempt(
             f"{files.flag('cert')} and {files.flag('key')}: {files.cert} and {files.key} are not a certificate "
             "and its unencrypted private key, both as PEM",
-            lambda: context.load_cert_chain(_path(files.cert), _path(files.key), _no_password),
+            lambda: context.load_cert_chain(local_path(files.cert), local_path(files.key), _no_password),
         )
         first = _FIRST_CERTIFICATE.search(content["cert"])
         if first is None or not any(kind in b64decode(first[1]) for kind in _KEY_KINDS):
@@ -267,42 +235,18 @@ def _no_password() -> bytes:
     raise ValueError("the key is encrypted")
 
 
-def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for a home that does not exist
-
-
 def _read(files: TlsFiles, word: str) -> bytes:
     text = getattr(files, word)
     if not text:
         return b""
     try:
-        with _path(text).open("rb") as file:
+        with local_path(text).open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise _unreadable(files, word, error) from None
+        raise unreadable(files.flag(word), text, error) from None
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{files.flag(word)}: {text} is larger than {_MAX_FILE_BYTES} bytes; name a PEM file")
     return data
-
-
-def _stamp(files: TlsFiles) -> _Stamp:
-    """Return the stamp of the configured files. Raises ConfigError if one is missing."""
-    found = []
-    for word in ("cert", "key", "ca"):
-        if text := getattr(files, word):
-            try:
-                status = _path(text).stat()
-            except OSError as error:
-                raise _unreadable(files, word, error) from None
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
-
-
-def _unreadable(files: TlsFiles, word: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{files.flag(word)}: {getattr(files, word)} cannot be read: {error.strerror}; "
-        "name a file that this process may read"
-    )
 
 
 def _warn_of_files(files: TlsFiles) -> None:
@@ -313,7 +257,7 @@ def _warn_of_files(files: TlsFiles) -> None:
     mode = 0
     if files.key:
         with suppress(OSError):
-            mode = stat.S_IMODE(_path(files.key).stat().st_mode)
+            mode = stat.S_IMODE(local_path(files.key).stat().st_mode)
     if mode & _MODE_OF_OTHERS:
         _logger.warning(
             "%s: %s can be read or written by others (mode %03o); run chmod 600 on it",
@@ -327,7 +271,7 @@ def _warn_of_dates(files: TlsFiles) -> None:
     """Warn if the certificate is not valid today; OpenSSL does not check dates of certificates only for clients."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.load_verify_locations(_path(files.cert))
+    client.load_verify_locations(local_path(files.cert))
     refused = _try_handshake(load_material(files).context, client, "localhost")
     if refused is not None and getattr(refused[1], "verify_code", 0) in _INVALID_TIMES:
         reason = getattr(refused[1], "verify_message", "is not valid today")

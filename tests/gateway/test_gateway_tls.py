@@ -26,6 +26,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.tls import TlsSource
+from outrider.rpc.tokens import fixed_tokens
 from outrider.v1 import gateway_pb2
 from outrider_tools.cli import bench, top
 
@@ -176,7 +177,7 @@ async def test_verify_is_called_over_tls_with_a_token(verify: ScriptedVerify, tm
     server, client = ours.files("server"), ours.files("client")
     token = tmp_path / "token"
     token.write_text("s3cret\n")
-    verify.door = {"tls": server, "auth_tokens": {"s3cret": ""}}
+    verify.door = {"tls": server, "auth_tokens": fixed_tokens("s3cret")}
     options: dict[str, Any] = {f"verify_tls_{word}": asdict(client)[word] for word in ("cert", "key", "ca")}
     options |= {"verify_tls_name": "localhost", "verify_auth_token_file": str(token)}
     async with open_world(verify, tmp_path, **options) as world:

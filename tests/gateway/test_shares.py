@@ -56,6 +56,20 @@ async def test_every_key_opens_both_doors_and_no_other_does(verify: ScriptedVeri
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_key_is_added_and_revoked_without_a_restart(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path, api_key_file=keys) as world:
+        assert [(await post(world, key)).status_code for key in ("key-alpha", "key-gamma")] == [200, 401]
+        keys.write_text("key-beta\nkey-gamma\n")
+        for key, status, code in (
+            ("key-alpha", 401, grpc.StatusCode.UNAUTHENTICATED),
+            ("key-gamma", 200, grpc.StatusCode.OK),
+        ):
+            assert (await post(world, key)).status_code == status
+            models = gateway_pb2.GatewayServiceListModelsRequest()
+            assert await world.stub.ListModels(models, metadata=tuple(bearer(key).items())).code() is code
+
+
 async def test_verify_learns_whom_a_request_is_for_but_neither_key_nor_name(
     verify: ScriptedVerify, tmp_path: Path, keys: Path
 ) -> None:

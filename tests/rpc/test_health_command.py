@@ -17,6 +17,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.tls import TlsSource
+from outrider.rpc.tokens import fixed_tokens
 
 NAME = "outrider.v1.VerifyService"
 
@@ -37,7 +38,7 @@ async def health(*arguments: str, **env: str) -> tuple[int | None, str]:
 @pytest.fixture
 async def server() -> AsyncIterator[GrpcServer]:
     """Not serving yet, and closed to whoever has no token."""
-    running = GrpcServer(address="127.0.0.1:0", service_names=[NAME], auth_tokens={"secret": ""})
+    running = GrpcServer(address="127.0.0.1:0", service_names=[NAME], auth_tokens=fixed_tokens("secret"))
     await running.start()
     yield running
     await running.stop(0)

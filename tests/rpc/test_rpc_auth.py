@@ -19,6 +19,7 @@ from outrider.errors import OutriderError
 from outrider.rpc.call import clean_request_id
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.status import error_from_rpc
+from outrider.rpc.tokens import fixed_tokens
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest
@@ -26,7 +27,7 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_the_right_token_opens_the_door(start: Any) -> None:
-    running = await start(auth_tokens={"s3cret": ""}, client_token="s3cret")
+    running = await start(auth_tokens=fixed_tokens("s3cret"), client_token="s3cret")
     assert (await running.stub.GetLoad(Load())).num_running == 7
 
 
@@ -35,7 +36,7 @@ async def test_the_right_token_opens_the_door(start: Any) -> None:
     [(), (("authorization", "Bearer wrong"),), (("authorization", "s3cret"),), (("authorization", "Basic s3cret"),)],
 )
 async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> None:
-    running = await start(auth_tokens={"s3cret": ""})
+    running = await start(auth_tokens=fixed_tokens("s3cret"))
     calls = [
         running.stub.GetLoad(Load(), metadata=metadata),
         running.stub.Generate(verify_pb2.VerifyServiceGenerateRequest(), metadata=metadata),
@@ -66,7 +67,7 @@ async def test_nothing_is_decoded_for_who_may_not_call() -> None:
         method = "/outrider.v1.VerifyService/GetLoad"
         invocation_metadata: Any = ()
 
-    boundary = BoundaryInterceptor(auth_tokens={"s3cret": ""})
+    boundary = BoundaryInterceptor(auth_tokens=fixed_tokens("s3cret"))
     closed: Any = await boundary.intercept_service(found, Details())
     # A stream of bytes, of which none is read.
     assert closed.request_streaming and closed.request_deserializer is None
@@ -82,7 +83,7 @@ async def _answer(request: Any, context: Any) -> None:
 
 async def test_calls_that_no_servicer_sees_are_counted(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     counted: list[OutriderError] = []
-    options = {"auth_tokens": {"s3cret": ""}, "max_message_bytes": 1000, "on_refused": counted.append}
+    options = {"auth_tokens": fixed_tokens("s3cret"), "max_message_bytes": 1000, "on_refused": counted.append}
     running = await start(client_token="s3cret", **options)
     for _ in range(3):
         assert await running.stub.GetLoad(Load(), metadata=(("authorization", "x"),)).code() is UNAUTHENTICATED
@@ -95,7 +96,7 @@ async def test_calls_that_no_servicer_sees_are_counted(start: Any, caplog: pytes
 
 
 async def test_who_may_not_call_is_told_so_before_a_message_has_come(start: Any) -> None:
-    running = await start(auth_tokens={"s3cret": ""})
+    running = await start(auth_tokens=fixed_tokens("s3cret"))
     for method in ("GetLoad", "Generate"):
         call = running.channel.stream_stream(f"/outrider.v1.VerifyService/{method}")()
         async with asyncio.timeout(10):  # nothing is ever written
@@ -103,13 +104,13 @@ async def test_who_may_not_call_is_told_so_before_a_message_has_come(start: Any)
 
 
 async def test_health_needs_no_token(start: Any) -> None:
-    running = await start(auth_tokens={"s3cret": ""})
+    running = await start(auth_tokens=fixed_tokens("s3cret"))
     answer = await health_pb2_grpc.HealthStub(running.channel).Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_a_refusal_does_not_log_the_token(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    running = await start(auth_tokens={"s3cret": ""})
+    running = await start(auth_tokens=fixed_tokens("s3cret"))
     with caplog.at_level(logging.DEBUG):
         assert await running.stub.GetLoad(Load(), metadata=(("authorization", "Bearer gue55"),)).code() is not None
     assert "refused" in caplog.text

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.rpc import call
+from outrider.rpc.tokens import fixed_tokens
 from outrider.rpc.transport import server_options
 from outrider.v1 import verify_pb2
 
@@ -29,7 +30,7 @@ async def carrying() -> AsyncIterator[None]:
 
 
 async def test_several_tokens_open_the_door_and_only_whole_ones(start: Any) -> None:
-    running = await start(auth_tokens={"token-one": "", "token-two": ""})
+    running = await start(auth_tokens=fixed_tokens("token-one", "token-two"))
     for token, code in (
         ("token-one", "OK"),
         ("token-two", "OK"),
@@ -49,7 +50,7 @@ async def test_a_door_without_tokens_guards_nothing_and_says_so(caplog: pytest.L
             f"anyone who can reach {running.address} can use it; set a bearer token (docs/security.md)" in caplog.text
         )
         caplog.clear()
-        await start(address="0.0.0.0:0", auth_tokens={"token-t": ""})
+        await start(address="0.0.0.0:0", auth_tokens=fixed_tokens("token-t"))
         assert caplog.text == ""
 
 

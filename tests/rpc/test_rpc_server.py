@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 from outrider.metrics import serve_metrics
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.tokens import fixed_tokens
 from outrider.rpc.transport import KEEPALIVE_SECONDS, channel_options, check_address, server_options, split_host_port
 from outrider.v1 import verify_pb2
 
@@ -148,7 +149,7 @@ async def test_a_server_that_could_not_start_can_still_be_stopped(tmp_path: Path
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "é"])
 async def test_a_token_that_no_header_can_carry_is_refused_unseen(token: str) -> None:
     with pytest.raises(ConfigError, match="token") as caught:
-        GrpcServer(address="127.0.0.1:0", service_names=[], auth_tokens={token: ""})
+        GrpcServer(address="127.0.0.1:0", service_names=[], auth_tokens=fixed_tokens(token))
     assert token not in caught.value.message
     with pytest.raises(ConfigError):
         open_channel("127.0.0.1:1", auth_token=token)
