@@ -73,6 +73,7 @@ def test_the_dashboard_shows_what_an_operator_looks_for() -> None:
         "outrider_verify_kv_pages_used",
         "outrider_verify_preemptions_total",
         "outrider_verify_fallback_rounds_total",
+        "outrider_verify_resting_rounds_total",
         "outrider_gateway_errors_total",
     } <= shown
 
