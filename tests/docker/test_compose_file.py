@@ -13,6 +13,7 @@ import yaml
 
 from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import parse_options
+from outrider.config.service import door_tls, peer_tls
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
@@ -106,6 +107,27 @@ def test_any_option_can_be_given_in_a_file_and_none_is_by_default(name: str) -> 
     field, _, value = example.removeprefix("OUTRIDER_").lower().partition("=")
     assert str(getattr(parse_options(OPTION_TYPES[OURS[name]], [], env=dict([example.split("=")])), field)) != ""
     assert value and f"OUTRIDER_{field.upper()}" not in environment(name)
+
+
+def test_with_tls_every_door_has_it_and_each_end_between_services_shows_a_certificate() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.tls.yaml").read_text())["services"]
+    assert services.keys() == OURS.keys()
+    for name, service in services.items():
+        role, env = OURS[name], service["environment"]
+        assert [by_default(volume) for volume in service["volumes"]] == ["./docker/secrets/tls:/run/tls:ro"]
+        health = {key: env[key] for key in env if key.startswith("OUTRIDER_HEALTH_")}
+        options: Any = parse_options(
+            OPTION_TYPES[role], [], env={**environment(name), **{k: v for k, v in env.items() if k not in health}}
+        )
+        door = door_tls(options)
+        assert door is not None and (door.cert, door.key) == (f"/run/tls/{role}.pem", f"/run/tls/{role}.key")
+        assert bool(door.ca) == (role != "gateway") and health["OUTRIDER_HEALTH_TLS_CA"] == "/run/tls/ca.pem"
+        # A door that asks for certificates asks its own health check, too.
+        assert health.get("OUTRIDER_HEALTH_TLS_CERT", "") == (door.cert if door.ca else "")
+        for peer in {"gateway": ["verify"], "verify": ["draft"], "draft": []}[role]:
+            way = peer_tls(options, peer)
+            assert way is not None and (way.cert, way.key, way.ca) == (door.cert, door.key, "/run/tls/ca.pem")
+            assert way.name == peer
 
 
 @pytest.mark.parametrize("file", ["compose.secrets.yaml", "compose.hub.yaml"])
