@@ -18,9 +18,9 @@ from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
 from outrider.models.drafters.kinds import drafters_of_service
+from outrider.rpc.credentials import door_tokens
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options
-from outrider.rpc.tokens import door_tokens
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)

@@ -25,10 +25,10 @@ from gateway.servicer import SERVICE_NAME, GatewayServicer
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.logs import get_logger
+from outrider.rpc.credentials import TokenSource, peer_tokens
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.tokens import TokenSource, peer_tokens
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, PeerAddresses, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 

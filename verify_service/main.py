@@ -15,9 +15,9 @@ from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
 from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
+from outrider.rpc.credentials import door_tokens, peer_tokens
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
-from outrider.rpc.tokens import door_tokens, peer_tokens
 from outrider.rpc.transport import PeerAddresses
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission, GrammarChecker

@@ -32,7 +32,7 @@ from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError
 from outrider.rpc.call import clean_request_id, name_client
-from outrider.rpc.tokens import NO_TOKENS, TokenSource, matching_token
+from outrider.rpc.credentials import NO_TOKENS, TokenSource, matching_token
 from outrider.rpc.transport import is_local
 
 _logger = logs.get_logger(__name__)

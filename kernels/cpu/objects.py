@@ -19,9 +19,9 @@ from pathlib import Path
 import llvmlite
 from llvmlite import binding as llvm
 
+from kernels import outrider_home
 from kernels.cpu import SOURCES, sources
 from kernels.cpu.isa import Isa
-from kernels.home import outrider_home
 
 _SUM, _LENGTH = 32, 8
 """Bytes of the checksum at the start of a file (see `_sum`), and of the length before each object in it."""

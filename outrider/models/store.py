@@ -33,7 +33,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kernels.home import outrider_home
+from kernels import outrider_home
 from outrider.config.base import expand
 from outrider.errors import ConfigError
 from outrider.models.foreign import check_config

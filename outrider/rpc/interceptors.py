@@ -28,8 +28,8 @@ from outrider.rpc.call import (
     client,
     name_client,
 )
+from outrider.rpc.credentials import NO_TOKENS, Tokens, TokenSource, matching_token
 from outrider.rpc.status import status_from_error
-from outrider.rpc.tokens import NO_TOKENS, Tokens, TokenSource, matching_token
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"

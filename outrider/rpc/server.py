@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.config.service import ServiceOptions, door_tls, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import get_logger
+from outrider.rpc.credentials import NO_TOKENS, TokenSource
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
-from outrider.rpc.tokens import NO_TOKENS, TokenSource
 from outrider.rpc.transport import (
     DEFAULT_HANDSHAKE_SECONDS,
     DEFAULT_MAX_MESSAGE_BYTES,

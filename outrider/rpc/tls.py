@@ -17,7 +17,7 @@ import grpc
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.rpc.reload import FileSource, local_path, unreadable
+from outrider.rpc.credentials import FileSource, local_path, unreadable
 
 _logger = get_logger(__name__)
 

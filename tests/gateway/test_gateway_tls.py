@@ -25,8 +25,8 @@ from outrider.cli.main import make_parser
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, OutriderError
+from outrider.rpc.credentials import fixed_tokens
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.tokens import fixed_tokens
 from outrider.v1 import gateway_pb2
 from outrider_tools.cli import bench, top
 

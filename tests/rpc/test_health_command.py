@@ -15,9 +15,9 @@ from certificates import Authority
 from outrider.cli.health import reachable
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
+from outrider.rpc.credentials import fixed_tokens
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.tokens import fixed_tokens
 
 NAME = "outrider.v1.VerifyService"
 

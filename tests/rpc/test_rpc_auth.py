@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from outrider import logs
 from outrider.errors import OutriderError
 from outrider.rpc.call import clean_request_id
+from outrider.rpc.credentials import fixed_tokens
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.status import error_from_rpc
-from outrider.rpc.tokens import fixed_tokens
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest

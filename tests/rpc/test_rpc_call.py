@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.rpc import call
-from outrider.rpc.tokens import fixed_tokens
+from outrider.rpc.credentials import fixed_tokens
 from outrider.rpc.transport import server_options
 from outrider.v1 import verify_pb2
 

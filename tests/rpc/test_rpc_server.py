@@ -18,8 +18,8 @@ from outrider import metrics
 from outrider.errors import ConfigError
 from outrider.metrics import serve_metrics
 from outrider.rpc.channel import open_channel
+from outrider.rpc.credentials import fixed_tokens
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.tokens import fixed_tokens
 from outrider.rpc.transport import KEEPALIVE_SECONDS, channel_options, check_address, server_options, split_host_port
 from outrider.v1 import verify_pb2
 

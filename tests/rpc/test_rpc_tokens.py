@@ -13,7 +13,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.logs import redact
 from outrider.rpc.channel import open_channel
-from outrider.rpc.tokens import door_tokens, peer_tokens
+from outrider.rpc.credentials import door_tokens, peer_tokens
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 
 Load = verify_pb2.VerifyServiceGetLoadRequest
