@@ -317,7 +317,7 @@ def main() -> None:
     model.add_argument("--shape", help="random weights of this shape, as `outrider inflate` takes it")
     parser.add_argument("--format", choices=("bf16", "fp8", "fp8-block", "int4"), default="bf16", help="of --shape")
     parser.add_argument("--rounds", nargs="+", metavar="REQUESTSxTOKENS", default=["1x1", "1x32", "64x64"])
-    parser.add_argument("--against", type=Path, help="a former kernels/ring_configs.py: its cuts and today's in turns")
+    parser.add_argument("--against", type=Path, help="former file with a `choose_ring`: time its cuts beside today's")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -391,9 +391,11 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.0, help="part by which answers are shorter or longer")
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with other texts")
     parser.add_argument(
-        "--cost", nargs="*", default=[], help="name=ms, of `round` and `step` name=factor: see simulate_world.Costs"
+        "--cost", nargs="*", default=[], help="name=ms, name=factor for tables: see benchmarks.simulate.world.Costs"
     )
-    parser.add_argument("--language", nargs="*", default=[], help="name=value: see simulate_language.Language")
+    parser.add_argument(
+        "--language", nargs="*", default=[], help="name=value: see benchmarks.simulate.language.Language"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
