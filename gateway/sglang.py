@@ -34,7 +34,7 @@ from gateway.openai.fields import (
 )
 from gateway.openai.generation import CollectedAnswer, ResponseBuilder
 from gateway.openai.logprobs import TraceBody, finite, prompt_positions
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, count_of
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 from outrider.sampling.params import MAX_LOGPROBS
 
@@ -133,7 +133,7 @@ class GenerateBody(ServingFields, GenerationBody):
         num_prompts = len(prompts or ()) if is_list else 1
         for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
             if isinstance(each := getattr(self, name), list) and len(each) != num_prompts:
-                problem = f"{len(each)} entries for {num_prompts} prompts"
+                problem = f"{count_of(len(each), 'entry', 'entries')} for {count_of(num_prompts, 'prompt')}"
                 raise InvalidRequestError(name, problem, "send one for each prompt, or one for all")
         return self
 

@@ -134,6 +134,11 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def count_of(number: int, noun: str, plural: str = "") -> str:
+    """Return a number and its noun, as in "1 request" or "2 requests"; `plural` if it takes more than an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 _RECOVERABLE = ("out of memory", "ALLOC_FAILED")
 
 

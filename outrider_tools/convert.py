@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, count_of
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
 from outrider_tools.files import copy_files, whole_output
@@ -58,7 +58,7 @@ def _convert_folder(source: Path, work: Path) -> str:
     copy_files(source, work, COPIED)
     save_tensors(tensors, work / "model.safetensors")
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{len(tensors)} tensors, {num_bytes / 1e6:.1f} MB"
+    return f"{count_of(len(tensors), 'tensor')}, {num_bytes / 1e6:.1f} MB"
 
 
 def _weight_files(source: Path) -> list[Path]:
@@ -137,4 +137,4 @@ def _convert_token_map(source: Path, work: Path) -> str:
         if type(value) is not int or not 0 <= value < 1 << 31:
             raise ConfigError(f"{source}: must be a list of token ids, and holds {value!r}")
     work.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    return f"{len(content)} token ids"
+    return count_of(len(content), "token id")

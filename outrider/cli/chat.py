@@ -32,7 +32,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, count_of
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
 
 _REPEAT_SECONDS = 0.1
@@ -206,9 +206,9 @@ def summary(answer: FinishedAnswer) -> str:
     """Return an answer's figures in one line."""
     usage = answer.usage
     return (
-        f"{usage.completion_tokens} tokens, {answer.tokens_per_second:.1f} a second, "
-        f"accept length {usage.accept_length:.2f}, {usage.num_accepted_tokens} of {usage.num_draft_tokens} "
-        "draft tokens accepted"
+        f"{count_of(usage.completion_tokens, 'token')}, {answer.tokens_per_second:.1f} a second, "
+        f"accept length {usage.accept_length:.2f}, {usage.num_accepted_tokens} of "
+        f"{count_of(usage.num_draft_tokens, 'draft token')} accepted"
     )
 
 

@@ -21,6 +21,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
+from outrider.errors import count_of
 
 # The answer repeats its context, as in edits, summaries and retrieval, so the NGRAM drafter has something to copy.
 PROMPT = """Write this shopping list again, in the same order:
@@ -118,6 +119,6 @@ def compare(first: str, second: str) -> str:
         return "Both texts are the same, character by character."
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return (
-        f"The texts differ after {same} characters: in bfloat16 forwards of different widths round differently. "
-        "With --dtype float32 they are the same."
+        f"The texts differ after {count_of(same, 'character')}: in bfloat16 forwards of different widths round "
+        "differently. With --dtype float32 they are the same."
     )

@@ -42,7 +42,7 @@ from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions, TlsFiles, door_tls, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, under
+from outrider.errors import ConfigError, count_of, under
 from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
@@ -331,7 +331,7 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
     """Raise ConfigError for GPUs that this machine does not have."""
     if Path("/dev/dxg").exists():  # WSL: GPUs of Windows, which does not tell how many
         return
-    count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
+    count = f"this machine has {count_of(gpus, 'GPU')}" if gpus else "this machine has no GPU"
     for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
         if first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
             raise ConfigError(f"{flag}: {name} does not exist; {count}, counted without torch")

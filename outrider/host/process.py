@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
-from outrider.errors import ConfigError, InternalError
+from outrider.errors import ConfigError, InternalError, count_of
 from outrider.host.frames import FrameReader, Ready, Refused, Start, Stop, pack
 from outrider.logs import get_logger
 from outrider.rpc.lifecycle import exit_text
@@ -257,9 +257,8 @@ class EngineProcess(Generic[ServedT]):
             return
         await self._engine.stands_still(seconds)
         log.error(
-            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed and the service exits to be "
-            "restarted",
-            self._engine.SILENCE, seconds, self._engine.num_requests,
+            "%s for %g s (--watchdog-timeout) with %s; the engine is killed and the service exits to be restarted",
+            self._engine.SILENCE, seconds, count_of(self._engine.num_requests, "request"),
         )  # fmt: skip
         self._kill()
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from outrider.errors import ConfigError, reason_of
+from outrider.errors import ConfigError, count_of, reason_of
 from outrider.logs import get_logger
 
 _logger = get_logger(__name__)
@@ -220,7 +220,7 @@ class PeerAddresses:
         except (OSError, UnicodeError) as error:
             problem = reason_of(error)
         if problem and problem != self._problems.get(name):
-            kept = f"{len(self._found[name])} addresses of before are kept"
+            kept = f"kept: {count_of(len(self._found[name]), 'address', 'addresses')} of before"
             _logger.warning("%s cannot be looked up: %s; %s", name, problem, kept if self._found[name] else "waiting")
         self._problems[name] = problem
         if found and found != self._found[name]:

@@ -17,7 +17,7 @@ from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whol
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.base import expand
 from outrider.config.service import TlsFiles, gateway_key, peer_tls
-from outrider.errors import ConfigError, UnavailableError
+from outrider.errors import ConfigError, UnavailableError, count_of
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import client_context
 from outrider.rpc.transport import is_http_url
@@ -220,7 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
     for one in runs:
         for code, count in errors_of(one.records).items():
             detail = next(record.detail for record in one.records if record.error == code)
-            console.print(f"outrider: {count} requests failed with {code}: {detail}", soft_wrap=True)
+            console.print(f"outrider: {count_of(count, 'request')} failed with {code}: {detail}", soft_wrap=True)
     if arguments.out is not None:
         more: dict[str, Any] = {}
         if arguments.save_detailed:
@@ -249,7 +249,7 @@ async def _measure(
         first = replace(warm[0], max_tokens=min(4, warm[0].max_tokens))
         await first_answer(client, first, arguments.timeout, option)
         if arguments.num_warmups:
-            console.print(f"warming up with {arguments.num_warmups} requests, which are not measured")
+            console.print(f"warming up, not measured: {count_of(arguments.num_warmups, 'request')}")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
             await run_point(client, warm, LoadPoint(concurrency=most, num_prompts=arguments.num_warmups))
         for place, point in enumerate(points):

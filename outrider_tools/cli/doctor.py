@@ -28,7 +28,7 @@ from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, count_of
 from outrider.rpc.transport import split_host_port, unix_path
 from outrider_tools.doctor import Finding, Level, ok, problem
 from outrider_tools.doctor.doors import check_doors, check_exposure
@@ -231,4 +231,6 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
         if finding.fix:
             console.print(f"{'':<23}-> {finding.fix}", soft_wrap=True)
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
-    console.print(", ".join(f"{count} {level.value}" for level, count in counts.items()))
+    console.print(
+        ", ".join(count_of(count, level.value, "ok" * (level is Level.OK)) for level, count in counts.items())
+    )

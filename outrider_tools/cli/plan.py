@@ -19,7 +19,7 @@ from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
-from outrider.errors import ConfigError, under
+from outrider.errors import ConfigError, count_of, under
 from outrider.models.capacity import (
     CONTEXT_BYTES,
     DRAFT_REGION,
@@ -432,10 +432,10 @@ def _lines(
             else []
         ),
         ("KV of a token", _size(plan.kv_per_token), "each token of prompt and answer takes it"),
-        ("KV of a page", _size(plan.kv_per_token * plan.page_size), f"{plan.page_size} tokens"),
+        ("KV of a page", _size(plan.kv_per_token * plan.page_size), count_of(plan.page_size, "token")),
         ("logits and sampling", _size(plan.scratch), "scratch for every token slot of a round"),
         ("CUDA itself, about", _size(CONTEXT_BYTES), "context and libraries of a process"),
-        ("CUDA graphs, about", _size(plan.graphs), f"{plan.num_graphs} rounds"),
+        ("CUDA graphs, about", _size(plan.graphs), count_of(plan.num_graphs, "round")),
     ]
     if plan.features_per_token:
         lines.insert(3, ("features of a token", _size(plan.features_per_token), "kept for the draft, beside the KV"))
@@ -453,14 +453,18 @@ def _lines(
         if plan.context:
             lines.append(("longest request", str(plan.context), "tokens of prompt and output"))
         lines.append(
-            ("requests at once", str(count), f"of {each} tokens{other}" if plan.context else "it does not fit")
+            (
+                "requests at once",
+                str(count),
+                f"of {count_of(each, 'token')}{other}" if plan.context else "it does not fit",
+            )
         )
     if gpu.bandwidth:
         floor = plan.round_seconds(gpu.bandwidth)
         lines.append(("a round, at least", f"{floor * 1e3:.2f} ms", f"{1 / floor:.0f} plain tokens/s for one request"))
         if plan.kv_tokens:
             full = plan.round_seconds(gpu.bandwidth, plan.max_running, plan.tokens_each)
-            what = f"{plan.max_running} requests of {plan.tokens_each} tokens"
+            what = f"{count_of(plan.max_running, 'request')} of {count_of(plan.tokens_each, 'token')}"
             lines.append(("  with all requests", f"{full * 1e3:.2f} ms", what))
     if drafter is None:
         return [*lines, ("draft", "", "n-grams: no draft model")]

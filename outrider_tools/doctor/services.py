@@ -17,7 +17,7 @@ from outrider.cli.health import reachable
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, count_of
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
@@ -119,7 +119,7 @@ async def _verify_info(channel: grpc.aio.Channel, said: str, timeout: float) -> 
     load = await stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=timeout)
     text = (
         f"{said}: {info.model}, {info.dtype}, context {info.context_length}, tokenizer {info.tokenizer_hash[:12]}, "
-        f"{load.num_pages_used} of {load.num_pages} pages used, {load.num_healthy_drafts} healthy drafts"
+        f"{load.num_pages_used} of {load.num_pages} pages used, {count_of(load.num_healthy_drafts, 'healthy draft')}"
     )
     alone = "" if load.num_healthy_drafts else "tokens come at plain speed; its log says why no draft is used"
     return _judge("verify", text, info.version, alone)
@@ -129,8 +129,8 @@ async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> F
     stub = draft_pb2_grpc.DraftServiceStub(channel)
     info = await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=timeout)
     text = (
-        f"{said}: {', '.join(info.sources)}, {info.num_sessions} sessions, {info.num_requests} requests, "
-        f"{info.num_nodes} nodes"
+        f"{said}: {', '.join(info.sources)}, {count_of(info.num_sessions, 'session')}, "
+        f"{count_of(info.num_requests, 'request')}, {count_of(info.num_nodes, 'node')}"
     )
     alone = "" if info.num_sessions else "no verify service is connected: compare its --draft with this address"
     return _judge("draft", text, info.version, alone)
@@ -162,7 +162,7 @@ async def _echo(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: f
     except grpc.aio.AioRpcError as error:
         return problem(
             "round trip",
-            f"{endpoint.service} {endpoint.address}: lost after {len(times)} calls: {error.details()}",
+            f"{endpoint.service} {endpoint.address}: lost after {count_of(len(times), 'call')}: {error.details()}",
             "see its log",
         )
     median, worst = statistics.median(times), max(times)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ConfigError, under
+from outrider.errors import ConfigError, count_of, under
 from outrider.models.decoder import CausalLM
 from outrider_tools.files import replacing, writing
 from outrider_tools.training.figures import Report
@@ -224,7 +224,7 @@ class Corpus:
         count, longest = len(prompts), min(longest, positions - 1)
         prompts = [prompt for prompt in prompts if len(prompt) <= longest]
         if len(prompts) < count:
-            self.report.line(f"{count - len(prompts)} prompts of more than {longest} tokens are left out")
+            self.report.line(f"left out: {count_of(count - len(prompts), 'prompt')} of more than {longest} tokens")
         if not prompts:
             return Texts.join([], [])
         order = np.random.default_rng(self._seed).permutation(len(prompts))
@@ -236,7 +236,9 @@ class Corpus:
         ]
         # Another seed, so that answers do not repeat the questions' noise.
         longest, seed = min(longest + options.answer_tokens, positions), self._seed + 1
-        answers = self._generated("answers", f"to {len(jobs)} questions", jobs, longest, seed, options.tokens)
+        answers = self._generated(
+            "answers", f"to {count_of(len(jobs), 'question')}", jobs, longest, seed, options.tokens
+        )
         return Texts.join(prompts[: len(answers)], answers)
 
     def _generated(
@@ -273,7 +275,9 @@ def run_texts(
         asked = read_questions(options.eval_prompts) if options.eval_prompts else []
     both = {question.text for question in given} & {question.text for question in asked}
     if both:
-        raise ConfigError(f"{len(both)} prompts are both trained on and evaluated with, {min(both)[:60]!r} for one")
+        raise ConfigError(
+            f"{count_of(len(both), 'prompt')} for both training and evaluation, such as {min(both)[:60]!r}"
+        )
     if options.text is not None:
         found = _earlier(options.text, target)
     else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.config.draft import DraftOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, count_of
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import StandaloneDraft
@@ -194,7 +194,8 @@ def measure(
     longest = min(target.config.max_positions, drafter.max_positions) - max_new_tokens
     kept = [question for question in questions if len(form.ask(question.text)) <= longest]
     if len(kept) < len(questions):
-        report.line(f"{len(questions) - len(kept)} questions are too long for models of {longest + max_new_tokens}")
+        left_out = count_of(len(questions) - len(kept), "question")
+        report.line(f"left out: {left_out} too long for models of {longest + max_new_tokens}")
     if not kept:
         raise ConfigError("no question leaves room for an answer; lower the number of new tokens")
     found = []

@@ -20,6 +20,7 @@ import torch
 
 import outrider
 from outrider.config.draft import BLOCK_ALGORITHMS
+from outrider.errors import count_of
 from outrider_tools.files import writing
 from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
@@ -67,7 +68,7 @@ def train(
 
     texts, questions, found = run_texts(target, form, options, work, report, ranks)
     laps.append(("text", time.monotonic()))
-    report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
+    report.line(f"{count_of(len(texts), 'answer')}, {count_of(texts.num_answer_tokens, 'token')}")
 
     report.line("preparing the drafter, and its first step")
     learner = make_learner(target, texts, options)
@@ -249,7 +250,9 @@ def _rates(trainer: dict[str, Any]) -> str:
 
 def _licence(record: dict[str, Any]) -> str:
     count = record["questions_given"]
-    asked = f" and to {count} questions that it was given, which have a licence of their own" if count else ""
+    asked = (
+        f" and to {count_of(count, 'question')} that it was given, which have a licence of their own" if count else ""
+    )
     begun = record["options"].get("init_from")
     before = f" Training started from {begun}, which has a text and a licence of its own." if begun else ""
     return (

@@ -17,12 +17,14 @@ from grpc_health.v1 import health, health_pb2_grpc
 from outrider.cli import placement
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
+from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
+from outrider.errors import count_of
 from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
-from outrider_tools.cli.doctor import _drafts, _place, running_clusters
+from outrider_tools.cli.doctor import _drafts, _place, running_clusters, show
 from outrider_tools.doctor import Finding, Level, machine
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.machine import check_devices, check_disk, check_models, run_probe
@@ -56,9 +58,9 @@ def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.C
     assert code == 0, found
     assert of(found, "gateway") == [("ok", f"{live.gateway_address}: serves tiny (context 256)")]
     ((level, text),) = of(found, "verify")
-    assert level == "ok" and "tiny, float32" in text and "1 healthy drafts" in text
+    assert level == "ok" and "tiny, float32" in text and "1 healthy draft" in text and "drafts" not in text
     ((level, text),) = of(found, "draft")
-    assert level == "ok" and "ngram" in text and "1 sessions" in text
+    assert level == "ok" and "ngram" in text and "1 session, 0 requests, 0 nodes" in text
     assert len(of(found, "round trip")) == 3 and all("median" in text for _, text in of(found, "round trip"))
     rest_taken = ("ok", f"{rest.replace('=', ' ')}: taken by a running gateway, process {live.gateway.pid}")
     assert rest_taken in of(found, "port"), "the REST door has no gRPC health"
@@ -392,3 +394,9 @@ def test_a_placement_that_cannot_be_had_is_told_once(more: tuple[str, ...], caps
     assert main(["doctor", "--json", *ELSEWHERE, *words, *more]) == 1
     found = [one["text"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "problem"]
     assert len([text for text in found if "--draft-placement: colocated has no draft service" in text]) == 1
+
+
+def test_counts_of_one_are_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    show(make_console(color=False), [machine.ok("disk", "free"), machine.problem("port", "taken", "end it")])
+    assert capsys.readouterr().out.endswith("1 ok, 0 notes, 0 warnings, 1 problem\n")
+    assert (count_of(0, "entry", "entries"), count_of(1, "entry", "entries")) == ("0 entries", "1 entry")

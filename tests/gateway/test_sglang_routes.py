@@ -120,7 +120,7 @@ async def test_each_prompt_may_have_an_id_and_logprobs_of_its_own(world: World) 
 
 async def test_what_is_wrong_with_one_of_several_has_its_place(world: World) -> None:
     for each, field, words in (
-        ([{}], "sampling_params", "1 entries for 2 prompts; send one for each prompt"),
+        ([{}], "sampling_params", "1 entry for 2 prompts; send one for each prompt"),
         ([], "sampling_params", "at least one"),
         (7, "sampling_params", "an object or a list"),
         ([{}, 7], "sampling_params[1]", "expected an object"),

@@ -69,7 +69,7 @@ async def test_an_empty_answer_or_an_error_keeps_the_last_good_list(
     addresses = peers(names, "dns:///verify:1")
     assert await heard(names, addresses, 3) == [("10.0.0.1:1",)] == [addresses.now]
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "1 addresses of before are kept" in warnings[0].getMessage()
+    assert len(warnings) == 1 and "kept: 1 address of before" in warnings[0].getMessage()
 
 
 async def test_a_name_without_addresses_at_the_start_is_waited_for() -> None:

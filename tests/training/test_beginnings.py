@@ -160,4 +160,4 @@ def test_text_is_no_longer_than_the_target_has_positions(tiny_folder: Path, chat
     corpus = Corpus(model, chat, options, tmp_path, Report(output))
     texts = corpus.texts([*(Question(f"{number} " * number) for number in range(1, 9)), Question("x" * 60)]).texts
     assert 50 < texts.lengths.max() <= 64
-    assert "1 prompts of more than 63 tokens are left out" in output.getvalue()
+    assert "left out: 1 prompt of more than 63 tokens" in output.getvalue()

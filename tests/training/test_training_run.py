@@ -306,7 +306,7 @@ def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path,
     for name in ("a", "b"):
         (tmp_path / name).write_text('{"prompt": "Both?"}\n')
     options = RunOptions(prompts=tmp_path / "a", eval_prompts=tmp_path / "b")
-    with pytest.raises(ConfigError, match="1 prompts are both trained on and evaluated with"):
+    with pytest.raises(ConfigError, match="1 prompt for both training and evaluation"):
         train(tiny_folder, tmp_path / "head", torch.device("cpu"), options, Report(StringIO()))
 
 

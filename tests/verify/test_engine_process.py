@@ -155,7 +155,7 @@ async def test_an_engine_that_stands_still_is_killed_and_who_waits_is_told(folde
         _, words = await asyncio.to_thread(door.communicate, timeout=30)
     assert door.returncode == 1
     (line,) = [line for line in words.splitlines() if "ERROR" in line]
-    assert "no round has ended for 0.4 s (--watchdog-timeout) with 1 requests; the engine is killed" in line
+    assert "no round has ended for 0.4 s (--watchdog-timeout) with 1 request; the engine is killed" in line
 
 
 async def test_an_engine_without_requests_does_not_stand_still() -> None:
