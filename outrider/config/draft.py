@@ -66,7 +66,7 @@ class SpeculativeOptions(PeerServiceOptions):
     speculative_draft_sink_size: int = option(
         0,
         "Draft models: number of first tokens that they also see of such a context, right before the last ones; "
-        "at least 16.",
+        "less than 16 counts as 16.",
         minimum=0,
     )
 
