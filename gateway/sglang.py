@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -110,7 +111,7 @@ class GenerateBody(ServingFields, GenerationBody):
     stream: bool | None = None
     """Send events, each with the whole text so far. A long answer has fewer of them than tokens."""
     rid: _ForEach[Annotated[Text, Field(max_length=256)]] | None = None
-    """The id that the answer will have."""
+    """The id that the answer will have. Where several answers have the same, "_0", "_1" and so on follow it."""
     return_logprob: _ForEach[bool] | None = Field(None, description="Return the log-probability of each token.")
     logprob_start_len: _ForEach[Annotated[int, Field(ge=-1, lt=2**31)]] | None = None
     """First position of the prompt to report. Default -1: only the answer's tokens."""
@@ -244,6 +245,16 @@ class _EventProgress:
     num_tokens_sent: int = 0
 
 
+def _distinct(ids: Sequence[str]) -> list[str]:
+    """Return the ids with a number behind each that several answers have, since clients of SGLang sort events by id."""
+    several, seen = Counter(ids), Counter[str]()
+    named = []
+    for one in ids:
+        named.append(f"{one}_{seen[one]}" if several[one] > 1 else one)
+        seen[one] += 1
+    return named
+
+
 class GenerateBuilder(ResponseBuilder):
     """Builds answers to POST /generate.
 
@@ -259,7 +270,7 @@ class GenerateBuilder(ResponseBuilder):
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: GenerateBody) -> None:
         super().__init__(model, jobs, body)
         prompts = [index for index, job in enumerate(jobs) for _ in range(job.n)]
-        self._ids = [_of(body.rid, prompt) for prompt in prompts]
+        self._ids = _distinct([_of(body.rid, prompt) or jobs[prompt].request.request_id for prompt in prompts])
         self._is_batch = body.is_batch
         self._logprob_starts = [body.logprob_start(prompt) for prompt in prompts]
         self._with_text = bool(body.return_text_in_logprobs)
@@ -315,7 +326,7 @@ class GenerateBuilder(ResponseBuilder):
         if rounds := answer.usage.num_rounds:
             more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
-            id=self._ids[index] or job.request.request_id,
+            id=self._ids[index],
             finish_reason=self._finish(job, answer),
             prompt_tokens=len(job.prompt_token_ids),
             completion_tokens=len(answer.tokens),

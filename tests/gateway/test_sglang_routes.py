@@ -101,12 +101,16 @@ async def test_each_prompt_may_have_an_id_and_logprobs_of_its_own(world: World) 
         else:
             answers = await generate(world, **body)
         metas = [answer["meta_info"] for answer in answers]
-        assert [meta["id"] for meta in metas] == ["first", "first", "second", "third"]
+        assert [meta["id"] for meta in metas] == ["first_0", "first_1", "second", "third"]
         assert ["output_token_logprobs" in meta for meta in metas] == [False, False, True, True]
         assert metas[2]["input_token_logprobs"] == [] and "output_top_logprobs" not in metas[2]
         assert [entry[1] for entry in metas[3]["input_token_logprobs"]] == [9, 10]
         assert all(len(top) == 2 for top in metas[3]["output_top_logprobs"])
     assert (await generate(world, text="a", rid=["mine"], return_logprob=[True]))["meta_info"]["id"] == "mine"
+    shared = await generate(world, text=["a", "b"], rid="mine")
+    assert [answer["meta_info"]["id"] for answer in shared] == ["mine_0", "mine_1"]
+    several = await generate(world, text="a", sampling_params={"n": 4})
+    assert len({answer["meta_info"]["id"] for answer in several}) == 4
     for field, value, place in (
         ("rid", ["a"], "rid"),
         ("return_logprob", [True, 1], "return_logprob[1]"),
