@@ -32,7 +32,7 @@ KEEPALIVE_TIMEOUT_SECONDS = 5
 
 ChannelOptions = list[tuple[str, int | str]]
 
-_DNS_SCHEME = "dns:"
+DNS_SCHEME = "dns:"
 
 
 def _common_options(max_message_bytes: int) -> ChannelOptions:
@@ -180,8 +180,8 @@ class PeerAddresses:
         """Addresses of each entry of the list; for a name those of the last successful look-up."""
         self._problems: dict[str, str] = {}
         for address in given:
-            if address.startswith(_DNS_SCHEME):
-                self._names[address] = _split_name(address, option)
+            if address.startswith(DNS_SCHEME):
+                self._names[address] = split_name(address, option)
                 self._found[address] = ()
             else:
                 check_peer_address(address, option)
@@ -251,9 +251,9 @@ async def look_up(host: str, port: int) -> Collection[str]:
     return await asyncio.wrap_future(answer)
 
 
-def _split_name(address: str, option: str) -> tuple[str, int]:
+def split_name(address: str, option: str) -> tuple[str, int]:
     """Return host and port of "dns:///host:port" or "dns:host:port". Raises ConfigError."""
-    rest = address.removeprefix(_DNS_SCHEME)
+    rest = address.removeprefix(DNS_SCHEME)
     if rest.startswith("//"):
         server, slash, rest = rest.removeprefix("//").partition("/")
         if server or not slash:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import operator
 import os
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 
 import psutil
 
-from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, ServiceFlag, flag_names, service_flags
+from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, ServiceFlag, flag_names, is_default, service_flags
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor import Finding, note, ok, problem, warning
@@ -45,26 +48,29 @@ def check_doors(
         if first is not door and not address.endswith(":0"):
             yield problem("port", f"{door.flag} {address} is {first.flag}'s too", "give each door its own port")
             continue
-        yield _check_free(door, address, serving, must_run)
+        # A service that runs should also have its other doors where an option names them.
+        is_other = door.option.name != "address" and not is_default(options[door.service], door.option.name)
+        expected = is_other and not address.endswith(":0") and door.service in serving.values()
+        yield _check_free(door, address, serving, must_run, expected)
 
 
-def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], must_run: bool) -> Finding:
+def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], must_run: bool, expected: bool) -> Finding:
     said = f"{door.flag} {address}"
     path = unix_path(address)
     reason, holder, pid = "", serving.get(address, ""), None
-    if path is not None:
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
-        if path.exists() and not holder:
-            return note("port", f"{said}: the file is there, of a service that does not answer or was killed")
-    else:
+    if path is None:
         try:
             reason = bind_error(*split_host_port(address, door.flag))
         except OSError as error:
-            reason = error.strerror or str(error)
+            return problem("port", f"{said}: {reason_of(error)}", "correct the host")
         if reason:
             pid = listener_of(address)
             holder = holder or _service_of(pid)
+    elif not holder:
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
+        if path.exists():
+            return note("port", f"{said}: the file is there, of a service that does not answer or was killed")
     if holder == door.service:
         text = f"{said}: taken by a running {holder}" + (f", process {pid}" if pid else "")
         if must_run:
@@ -72,22 +78,45 @@ def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], mus
         fix = "to start a second one: outrider up --ephemeral; to check the running one: outrider doctor --running"
         return warning("port", text, fix)
     if not reason and not holder:
+        if must_run and expected:
+            return problem("port", f"{said}: nobody listens there", f"name the address that {door.service} has")
         return ok("port", f"{said}: {'takes a free port' if address.endswith(':0') else 'free'}")
+    if not holder and must_run and reason == os.strerror(errno.EADDRNOTAVAIL):
+        return note("port", f"{said}: not an address of this machine, and not looked at")
+    if not holder and reason != os.strerror(errno.EADDRINUSE):
+        return problem("port", f"{said}: {reason}", "choose another address or port")
     text = f"{said}: {reason or 'taken'}; {_name_of(pid, holder)}"
     return problem("port", text, "end it, or choose another port (0 takes a free one)")
 
 
 def listener_of(address: str) -> int | None:
-    """Return the pid of the process that listens at host:port: 0 for nobody, None if the system does not tell."""
-    _, port = split_host_port(address, "address")
+    """Return the pid of the process that has taken host:port: 0 for nobody, None if the system does not tell.
+
+    Raises OSError for a host that is not found.
+    """
+    host, port = split_host_port(address, "address")
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    hosts = {str(target[0]) for *_, target in found}
     try:
         connections = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
         return None
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return connection.pid
+    listening = [
+        (one.laddr.ip.removeprefix("::ffff:"), one.pid)
+        for one in connections
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
+    ]
+    # One that listens on all interfaces has each of their addresses, and any of those keeps others off all interfaces.
+    for has in (operator.eq, _includes, lambda there, wanted: _includes(wanted, there)):
+        for there, pid in listening:
+            if any(has(there, one) for one in hosts):
+                return pid
     return 0
+
+
+def _includes(every: str, host: str) -> bool:
+    """Whether `every` is all interfaces, with those of IPv4 among those of IPv6, and not just `host`."""
+    return every == "::" or (every == "0.0.0.0" and ":" not in host)
 
 
 def _service_of(pid: int | None) -> str:

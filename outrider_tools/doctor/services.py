@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import grpc
@@ -17,11 +17,11 @@ from outrider.cli.health import reachable
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, OutriderError, count_of
+from outrider.errors import ConfigError, OutriderError, count_of, reason_of
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.transport import is_local
+from outrider.rpc.transport import DNS_SCHEME, is_local, look_up, split_name
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.doctor import Finding, note, ok, problem, warning
 
@@ -60,12 +60,35 @@ async def check_services(
     endpoints: Sequence[ServiceEndpoint], must_run: bool, timeout: float
 ) -> tuple[list[Finding], dict[str, str]]:
     """Return findings, and which service answered at each address. `timeout` is the limit of each call, in seconds."""
+    findings: list[Finding] = []
+    spread = await asyncio.gather(*(_replicas(endpoint, must_run, timeout, findings) for endpoint in endpoints))
+    endpoints = [endpoint for found in spread for endpoint in found]
     answers = await asyncio.gather(*(_ask(endpoint, must_run, timeout) for endpoint in endpoints))
-    findings = [finding for found, _ in answers for finding in found]
+    findings += [finding for found, _ in answers for finding in found]
     serving = {
         endpoint.address: endpoint.service for endpoint, (_, there) in zip(endpoints, answers, strict=True) if there
     }
     return findings, serving
+
+
+async def _replicas(
+    endpoint: ServiceEndpoint, must_run: bool, timeout: float, findings: list[Finding]
+) -> list[ServiceEndpoint]:
+    """Return the endpoint itself, or one for each address of a DNS name. Findings say why a name has none."""
+    if not endpoint.address.startswith(DNS_SCHEME):
+        return [endpoint]
+    try:
+        host, port = split_name(endpoint.address, f"--{endpoint.service}")
+        found = await asyncio.wait_for(look_up(host, port), timeout)
+    except ConfigError as error:
+        findings.append(problem(endpoint.service, error.message, "correct the option"))
+    except (OSError, UnicodeError, TimeoutError) as error:
+        text = f"{endpoint.address}: cannot be looked up: {reason_of(error) or 'no answer in time'}"
+        found_none = problem(endpoint.service, text, "correct the name, or see whether its service runs")
+        findings.append(found_none if must_run else note(endpoint.service, text))
+    else:
+        return [replace(endpoint, address=address) for address in sorted(found)]
+    return []
 
 
 async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:

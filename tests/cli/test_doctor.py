@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -26,7 +28,7 @@ from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _drafts, _place, running_clusters, show
 from outrider_tools.doctor import Finding, Level, machine
-from outrider_tools.doctor.doors import check_doors, check_exposure
+from outrider_tools.doctor.doors import check_doors, check_exposure, listener_of
 from outrider_tools.doctor.machine import check_devices, check_disk, check_models, run_probe
 from outrider_tools.doctor.services import ServiceEndpoint, check_services
 
@@ -95,6 +97,25 @@ async def test_a_gateway_s_missing_key_is_told_by_its_name() -> None:
     await server.stop(None)
     (finding,) = (one for one in found if one.check == "gateway")
     assert finding.fix == "set OUTRIDER_API_KEY or --api-key-file"
+
+
+async def test_all_services_behind_a_name_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    named = ServiceEndpoint("verify", f"dns:///localhost:{port}")
+    found, serving = await check_services([named], True, 3.0)
+    await server.stop(None)
+    assert f"127.0.0.1:{port}" in serving and "is a URL" not in str(found)
+
+    async def unknown(host: str, port: int) -> tuple[str, ...]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("outrider_tools.doctor.services.look_up", unknown)
+    for must_run, level in ((True, Level.PROBLEM), (False, Level.NOTE)):
+        (finding,) = (await check_services([named], must_run, 3.0))[0]
+        assert finding.level is level and "cannot be looked up: Name or service not known" in finding.text
 
 
 def test_ports_that_a_running_service_has_are_not_free_for_another_one(
@@ -220,6 +241,40 @@ def test_a_taken_port_and_who_has_it_are_told() -> None:
         text = words(list(check_doors(options, {})), Level.PROBLEM)
     assert f"--gateway-address 127.0.0.1:{port}: Address already in use; process " in text
     assert words(list(check_doors(options, {})), Level.PROBLEM) == ""
+
+
+def test_who_has_a_port_is_told_by_its_address() -> None:
+    listen = "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); print(flush=True); input()"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", listen, "127.0.0.2", str(port)], **pipes) as other:
+            assert other.stdout is not None and other.stdin is not None and other.stdout.readline()
+            holders = [listener_of(f"{host}:{port}") for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3")]
+            everywhere = listener_of(f"0.0.0.0:{port}")
+            other.stdin.close()
+    assert holders == [os.getpid(), other.pid, 0]
+    assert everywhere in holders[:2]
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        assert listener_of(f"127.0.0.3:{taken.getsockname()[1]}") == os.getpid()
+
+
+def test_an_address_of_another_machine_is_not_looked_at_but_nothing_could_start_there() -> None:
+    options = {"gateway": GatewayOptions(address="192.0.2.1:50051", rest_address="")}
+    (finding,) = check_doors(options, {}, must_run=True)
+    assert finding.level is Level.NOTE and "not an address of this machine" in finding.text
+    (finding,) = check_doors(options, {})
+    assert (finding.level, finding.fix) == (Level.PROBLEM, "choose another address or port")
+
+
+def test_a_running_service_without_the_door_that_was_named_is_a_problem(
+    live: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        unused = f"127.0.0.1:{once.getsockname()[1]}"
+    doors = [f"--{name}-address={live.address(name)}" for name in ("gateway", "verify", "draft")]
+    code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *doors, f"--rest-address={unused}")
+    assert (code, of(found, "port")[-1]) == (1, ("problem", f"--rest-address {unused}: nobody listens there")), found
 
 
 def test_a_name_whose_first_address_this_machine_lacks_is_free_where_a_service_could_start(
