@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -62,7 +63,10 @@ async def check_services(
     """Return findings, and which service answered at each address. `timeout` is the limit of each call, in seconds."""
     findings: list[Finding] = []
     spread = await asyncio.gather(*(_replicas(endpoint, must_run, timeout, findings) for endpoint in endpoints))
-    endpoints = [endpoint for found in spread for endpoint in found]
+    once: dict[str, ServiceEndpoint] = {}
+    for endpoint in itertools.chain.from_iterable(spread):
+        once.setdefault(endpoint.address, endpoint)
+    endpoints = list(once.values())
     answers = await asyncio.gather(*(_ask(endpoint, must_run, timeout) for endpoint in endpoints))
     findings += [finding for found, _ in answers for finding in found]
     serving = {
