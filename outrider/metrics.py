@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from outrider.errors import ConfigError, UnavailableError
+from outrider.errors import ConfigError, UnavailableError, reason_of
 from outrider.rpc.transport import split_host_port
 
 _MAX_CONNECTIONS = 16
@@ -202,9 +202,12 @@ class Histogram:
 
 _PAGES = "give the REST door of a gateway or a --metrics-address"
 SHOWS_CERTIFICATE = "--connect-tls-cert shows the door a certificate, where it wants one"
+TRUSTS_CERTIFICATE = (
+    "--connect-tls-ca says what the door's certificate is signed with, --connect-tls-name the name in it"
+)
+BEGINS_WITH_HTTPS = "begin it with https:// where the door has TLS"
 _FIXES: dict[type[Exception], str] = {
-    ssl.SSLCertVerificationError: "--connect-tls-ca says what the door's certificate is signed with, "
-    "--connect-tls-name the name in it",
+    ssl.SSLCertVerificationError: TRUSTS_CERTIFICATE,
     ssl.SSLError: f"begin it with http:// where the door has no TLS; {SHOWS_CERTIFICATE}",
     ConnectionRefusedError: f"nobody listens there: {_PAGES}, as `outrider up` prints them",
 }
@@ -239,13 +242,13 @@ class MetricsPage:
             if url.startswith("https:") and isinstance(error, ConnectionError):
                 raise UnavailableError(f"{url} ends the connection without an answer; {SHOWS_CERTIFICATE}") from None
             raise UnavailableError(
-                f"{url} does not speak HTTP; {_PAGES}, not a gRPC door, and begin it with https:// where the door has "
-                "TLS"
+                f"{url} does not speak HTTP; {_PAGES}, not a gRPC door, and {BEGINS_WITH_HTTPS}"
             ) from None
         except (OSError, HTTPException, ValueError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            cause = getattr(error, "reason", None)  # of a URLError
+            reason = cause if isinstance(cause, Exception) else error
             fix = next((fix for kind, fix in _FIXES.items() if isinstance(reason, kind)), _PAGES)
-            raise UnavailableError(f"{url} cannot be read: {reason}; {fix}") from None
+            raise UnavailableError(f"{url} cannot be read: {reason_of(reason)}; {fix}") from None
         try:
             return cls.parse(text)
         except ValueError:

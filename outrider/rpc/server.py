@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.service import ServiceOptions, door_tls, peer_tls
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, reason_of
 from outrider.logs import get_logger
 from outrider.rpc.credentials import NO_TOKENS, TokenSource
 from outrider.rpc.interceptors import BoundaryInterceptor
@@ -259,7 +259,7 @@ def check_free(address: str, option: str = "--address") -> None:
         reason = bind_error(host, port)
     except OSError as error:
         raise ConfigError(
-            f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
+            f"{option}: cannot resolve the host {host}: {reason_of(error)}; use an address of this machine"
         ) from error
     if reason:
         raise ConfigError(

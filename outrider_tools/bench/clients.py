@@ -20,7 +20,7 @@ import httpx2
 from outrider.cli.client import Message, Sampling, encode, open_gateway
 from outrider.config.service import KEY_FIX, TlsFiles
 from outrider.errors import OutriderError
-from outrider.metrics import SHOWS_CERTIFICATE
+from outrider.metrics import BEGINS_WITH_HTTPS, SHOWS_CERTIFICATE, TRUSTS_CERTIFICATE
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.requests import LoadPoint, LoadRun, Prompt, RequestRecord, arrivals
@@ -183,8 +183,11 @@ def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
         return otherwise, body[:200].decode("utf-8", "replace")
 
 
-async def first_answer(client: Client, prompt: Prompt, seconds: float, option: str) -> None:
-    """Wait for one answer, so that a wrong address is found at once; `option` gave it. Raises OutriderError."""
+async def first_answer(client: Client, prompt: Prompt, seconds: float, option: str, url: str = "") -> None:
+    """Wait for one answer, so that a wrong address is found at once; `option` gave it, over REST as `url`.
+
+    Raises OutriderError.
+    """
     record = RequestRecord(due=0.0)
     loop = asyncio.get_running_loop()
     try:
@@ -198,9 +201,11 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
             fix = f"; {KEY_FIX}"
         elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError", "http_ReadError"):
             fix = f"; {option} names the gateway (`outrider up` prints its doors)"
-        # A door that wants a client certificate silently closes connections without one, before or after a request.
+        # A door that wants TLS or a client certificate silently closes connections without, before or after a request.
         if record.error in ("http_RemoteProtocolError", "http_ReadError"):
-            fix += f"; {SHOWS_CERTIFICATE}"
+            fix += f"; {SHOWS_CERTIFICATE if url.startswith('https:') else BEGINS_WITH_HTTPS}"
+        elif "CERTIFICATE_VERIFY_FAILED" in record.detail:
+            fix += f"; {TRUSTS_CERTIFICATE}"
         raise OutriderError(
             f"the first request failed: {record.error}: {record.detail.rstrip('.')}{fix}", code=record.error
         )

@@ -245,9 +245,9 @@ async def _measure(
     runs: list[LoadRun] = []
     try:
         warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
-        option = "--connect" if arguments.backend == "grpc" else "--base-url"
+        option, url = ("--connect", "") if arguments.backend == "grpc" else ("--base-url", arguments.base_url)
         first = replace(warm[0], max_tokens=min(4, warm[0].max_tokens))
-        await first_answer(client, first, arguments.timeout, option)
+        await first_answer(client, first, arguments.timeout, option, url)
         if arguments.num_warmups:
             console.print(f"warming up, not measured: {count_of(arguments.num_warmups, 'request')}")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -110,7 +111,7 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
             told = error_from_rpc(error, endpoint.service)
             if must_run:
                 fix = "start it (outrider up), or correct its address and TLS"
-                reason = told.message.replace("failed to connect to all addresses; last error: UNKNOWN: ", "")
+                reason = re.sub(r"failed to connect to all addresses; last error: \w+: ", "", told.message)
                 return [problem(endpoint.service, f"{said}: {reason}", fix)], False
             return [note(endpoint.service, f"{said}: does not run, or cannot be reached")], False
         findings = [await _echo(channel, endpoint, timeout)]

@@ -112,8 +112,12 @@ async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_th
         base = ["bench", "--backend=openai", f"--base-url={world.rest}", "--num-prompts=2", "--num-warmups=0", *words]
         base += ["--random-input-len=4", "--random-vocab-size=100", "--random-output-len=4"]
         arguments = make_parser(["bench"]).parse_args(base)
-        with pytest.raises(OutriderError, match="IP address mismatch"):
+        with pytest.raises(OutriderError, match=r"IP address mismatch.*; --connect-tls-ca says .* name in it$"):
             await asyncio.to_thread(bench.run, arguments)
+        arguments.base_url = world.rest.replace("https:", "http:")
+        with pytest.raises(OutriderError, match=r"; begin it with https:// where the door has TLS$"):
+            await asyncio.to_thread(bench.run, arguments)
+        arguments.base_url = world.rest
         arguments.connect_tls_name = "gateway.example"
         assert await asyncio.to_thread(bench.run, arguments) == 0
         assert "no acceptance by depth" not in capsys.readouterr().err
