@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import threading
+import queue
+import signal
 from collections.abc import Collection, Iterator
 
 from rich.console import Console
@@ -34,16 +35,30 @@ def run(arguments: argparse.Namespace) -> int:
         with cluster:
             try:
                 _print_summary(console, cluster)
-                threading.Event().wait()
+                _wait_for_end()
             except KeyboardInterrupt:
-                seconds = cluster.drain_seconds
-                words = f"requests that still run get up to {seconds:g} s to finish; " if seconds else ""
-                print_steadily(console, f"outrider: stopping; {words}Ctrl-C again kills")
+                pass
+            seconds = cluster.drain_seconds
+            words = f"requests that still run get up to {seconds:g} s to finish; " if seconds else ""
+            print_steadily(console, f"outrider: stopping; {words}Ctrl-C again kills")
             endings = cluster.close()
     except (ServiceFailedError, ConfigError) as error:
         raise type(error)(error.message + port_hint(error.message, services, arguments)) from error
     print_steadily(console, "outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
+
+
+def _wait_for_end() -> None:
+    """Wait for a signal that asks for the end; Ctrl-C raises KeyboardInterrupt. Such signals have no effect later.
+
+    They may come twice: GNU timeout, for one, sends its signal to the process and then to the whole group. Only Ctrl-C
+    while requests still run kills.
+    """
+    asked = queue.SimpleQueue[None]()  # safe in signal handlers, unlike an Event
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: asked.put(None))
+    asked.get()
 
 
 def port_hint(message: str, services: Collection[str], arguments: argparse.Namespace) -> str:

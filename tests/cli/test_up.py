@@ -99,6 +99,16 @@ def test_a_signal_stops_everything_cleanly(
         assert "\x1b" not in up.text
 
 
+def test_a_repeated_request_to_end_does_not_cut_the_first_one_short(tmp_path: Path, model_path: Path) -> None:
+    with Up(tmp_path, model_path) as up:
+        up.wait_for("Outrider is up")
+        up.process.terminate()
+        up.wait_for("outrider: stopping")
+        up.process.terminate()
+        assert up.process.wait(20) == 0, up.text
+        assert "outrider: draft ended, verify ended, gateway ended" in up.text
+
+
 def test_doors_that_are_open_to_all_are_told_with_what_would_close_them(tmp_path: Path, model_path: Path) -> None:
     doors = ["--gateway-address=0.0.0.0:0", "--rest-address=0.0.0.0:0", "--draft-address=0.0.0.0:0"]
     with Up(tmp_path, model_path, options=doors) as up:
