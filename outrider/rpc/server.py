@@ -262,9 +262,14 @@ def check_free(address: str, option: str = "--address") -> None:
             f"{option}: cannot resolve the host {host}: {reason_of(error)}; use an address of this machine"
         ) from error
     if reason:
-        raise ConfigError(
-            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
-        )
+        raise ConfigError(f"{option}: cannot bind port {port} of {host}: {reason}; {bind_fix(reason)}")
+
+
+def bind_fix(reason: str) -> str:
+    """Return what to do about a reason that `bind_error` has returned."""
+    fixes = {errno.EACCES: "use a port from 1024 on", errno.EADDRNOTAVAIL: "use an address of this machine"}
+    other = "free it or choose another one (0 takes a free one)"
+    return next((fix for number, fix in fixes.items() if reason == os.strerror(number)), other)
 
 
 def bind_error(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError, reason_of
-from outrider.rpc.server import bind_error
+from outrider.rpc.server import bind_error, bind_fix
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor import Finding, note, ok, problem, warning
 
@@ -84,7 +84,7 @@ def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], mus
     if not holder and must_run and reason == os.strerror(errno.EADDRNOTAVAIL):
         return note("port", f"{said}: not an address of this machine, and not looked at")
     if not holder and reason != os.strerror(errno.EADDRINUSE):
-        return problem("port", f"{said}: {reason}", "choose another address or port")
+        return problem("port", f"{said}: {reason}", bind_fix(reason))
     text = f"{said}: {reason or 'taken'}; {_name_of(pid, holder)}"
     return problem("port", text, "end it, or choose another port (0 takes a free one)")
 

@@ -265,7 +265,7 @@ def test_an_address_of_another_machine_is_not_looked_at_but_nothing_could_start_
     (finding,) = check_doors(options, {}, must_run=True)
     assert finding.level is Level.NOTE and "not an address of this machine" in finding.text
     (finding,) = check_doors(options, {})
-    assert (finding.level, finding.fix) == (Level.PROBLEM, "choose another address or port")
+    assert (finding.level, finding.fix) == (Level.PROBLEM, "use an address of this machine")
 
 
 def test_a_running_service_without_the_door_that_was_named_is_a_problem(
