@@ -155,7 +155,7 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         is_socket = option.name == "address" and service != "gateway"
         default = "a unix socket" if is_socket else option.default_text or "empty"
         group = subjects[subject_of[name]] if name in subject_of else group
-        text = f"{option.help_text} Default: {default}."
+        text = f"{our_flags(service, option.help_text)} Default: {default}."
         action = add_option(group, option, name, f"service{name}", "VALUE", text)
         if name not in subject_of:
             action.whole_help, action.help = action.help, argparse.SUPPRESS  # type: ignore[attr-defined]
@@ -319,12 +319,16 @@ def _load(find: Callable[[], TlsFiles | None]) -> None:
 
 def with_our_flags(service: str, check: Check) -> None:
     """Run a check of a service, with the flags in its ConfigError renamed to those of `outrider up`."""
-    flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
     try:
         check()
     except ConfigError as error:
-        message = re.sub(r"(?<![\w/-])--[a-z][a-z0-9-]*", lambda found: flags.get(found[0], found[0]), error.message)
-        raise ConfigError(message) from error
+        raise ConfigError(our_flags(service, error.message)) from error
+
+
+def our_flags(service: str, text: str) -> str:
+    """Return a text about a service's options with their flags as `outrider up` spells them."""
+    flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
+    return re.sub(r"(?<![\w/-])--[a-z][a-z0-9-]*", lambda found: flags.get(found[0], found[0]), text)
 
 
 def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) -> None:

@@ -407,6 +407,9 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
     people = {flag for flags in COMMON_FLAGS.values() for flag in flags}
     assert short == people | {"--no-color", "--ephemeral", "--help-all", "--draft-placement"} and len(people) == 20
     assert whole >= {flag.flag for flag in service_flags()} and "all services:" not in texts[0]
+    # A service's own spelling of an option would not be found here; the services' addresses are no options of `up`.
+    named = set(re.findall(r"(?<![\w/-])--[a-z][\w-]*", re.sub(r"-\n +", "-", texts[1])))
+    assert named - whole == {"--help", "--verify", "--draft"}
 
 
 @pytest.mark.parametrize(
