@@ -107,13 +107,17 @@ def quantize(
     `calibration` names the text by which errors are compensated: a file's path, or "own" for text that the model writes
     itself; "none" rounds to the nearest number.
 
-    Raises ConfigError if the source is quantized already, a shape does not fit the format, `out` cannot be written, or
-    the source is no decoder of ours and so cannot be calibrated.
+    Raises ConfigError if the source is quantized already, its experts share tensors, a shape does not fit the format,
+    `out` cannot be written, or the source is no decoder of ours and so cannot be calibrated.
     """
     fields = read_json(source / CONFIG_FILE)
     if text_fields(fields).get("quantization_config"):
         raise ConfigError(f"{source}: is quantized already; give the checkpoint that it was made of")
     stored = stored_tensors(source)
+    for key in stored:
+        # gpt-oss stores its experts so. They would stay wide, while config.json says that they are quantized.
+        if re.fullmatch(r"model\.layers\.\d+\..*_proj", text_name(key) or key):
+            raise ConfigError(f"{source}: {key} holds all experts of a layer; only separate ones can be quantized")
     for matrix in filter(is_quantized, stored):
         _check_shape(stored[matrix], name, group)
     fields["quantization_config"] = FORMATS[name].config(group)

@@ -65,3 +65,11 @@ def test_the_disk_needs_room_for_what_is_written_and_not_for_the_source(
         else:
             with pytest.raises(ConfigError, match="MB are free there"):
                 make(source, tmp_path / "none")
+
+
+def test_experts_that_share_a_tensor_are_refused(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    save_tiny(tmp_path / "gpt-oss", "GptOss", hidden_size=64, head_dim=16, **sizes)
+    with pytest.raises(ConfigError, match=r"experts\.\w+_proj holds all experts"):
+        make(tmp_path / "gpt-oss", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
