@@ -168,6 +168,8 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.chunk.prompt_logprobs],
         rounds=[TREE.encode(tree) for tree in delta.chunk.round_trees],
         reasoning=delta.reasoning,
+        matched_stop_str=delta.matched_stop if isinstance(delta.matched_stop, str) else None,
+        matched_token_id=delta.matched_stop if isinstance(delta.matched_stop, int) else None,
         tool_calls=[
             gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
             for call in delta.tool_calls

@@ -327,7 +327,7 @@ class GenerateBuilder(ResponseBuilder):
             more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
             id=self._ids[index],
-            finish_reason=self._finish(job, answer),
+            finish_reason=_finish(answer),
             prompt_tokens=len(job.prompt_token_ids),
             completion_tokens=len(answer.tokens),
             cached_tokens=answer.usage.cached_prompt_tokens,
@@ -336,17 +336,6 @@ class GenerateBuilder(ResponseBuilder):
             **more,
             **self._logprobs(index, answer),
         )
-
-    def _finish(self, job: Job, answer: CollectedAnswer) -> GenerateFinish | None:
-        if answer.finish_reason is None:
-            return None
-        if answer.finish_reason is FinishReason.LENGTH:
-            return GenerateFinish(type="length", length=len(answer.tokens))
-        if answer.tokens and answer.tokens[-1].ends_answer:
-            return GenerateFinish(type="stop", matched=answer.tokens[-1].id)
-        text = "".join(token.text for token in answer.tokens[job.request.min_tokens :])
-        found = [(at + len(stop), -len(stop), stop) for stop in job.stop if (at := text.find(stop)) >= 0]
-        return GenerateFinish(type="stop", matched=min(found)[2] if found else None)
 
     def _logprobs(self, index: int, answer: CollectedAnswer) -> dict[str, Any]:
         job, start = self._jobs[index], self._logprob_starts[index]
@@ -377,3 +366,11 @@ class GenerateBuilder(ResponseBuilder):
     def _scored(self, logprob: float | None, token_id: int) -> Scored:
         text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._with_text else None
         return None if logprob is None else finite(logprob), token_id, text
+
+
+def _finish(answer: CollectedAnswer) -> GenerateFinish | None:
+    if answer.finish_reason is None:
+        return None
+    if answer.finish_reason is FinishReason.LENGTH:
+        return GenerateFinish(type="length", length=len(answer.tokens))
+    return GenerateFinish(type="stop", matched=answer.matched_stop)

@@ -35,6 +35,8 @@ class Delta(msgspec.Struct, frozen=True):
     chunk: GenerationUpdate
     """What verify sent: rounds and their trees and, before the first token, log-probabilities of the prompt."""
     finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None
+    """The token or the stop string that ended the answer; None if a limit did."""
     usage: Usage | None = None
     """Usage of the whole request, in the last delta of its last answer."""
     reasoning: str = ""
@@ -71,9 +73,9 @@ class Answer:
             token, final = self._take(chunk, index)
             tokens.append(token)
             self._parts.push(final)
-            if self._stop.hit:
+            if self._stop.matched is not None:
                 break
-        if self._stop.hit:
+        if self._stop.matched is not None:
             self.finish_reason = FinishReason.STOP
         elif chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
@@ -83,7 +85,19 @@ class Answer:
         self.usage.completion_tokens += len(tokens)
         count_rounds(self.usage, chunk)
         text, calls = self._split(text)
-        return Delta(self._place, text, tuple(tokens), chunk, self.finish_reason, reasoning=reasoning, tool_calls=calls)
+        matched: int | str | None = self._stop.matched
+        if matched is None and tokens and tokens[-1].ends_answer:
+            matched = tokens[-1].id
+        return Delta(
+            self._place,
+            text,
+            tuple(tokens),
+            chunk,
+            self.finish_reason,
+            matched_stop=matched,
+            reasoning=reasoning,
+            tool_calls=calls,
+        )
 
     def _split(self, text: str) -> tuple[str, Sequence[ToolCallDelta]]:
         """Return final text without its tool calls, and what is new of these calls."""
@@ -120,7 +134,7 @@ class Answer:
         if rest and tokens:
             tokens[-1] = msgspec.structs.replace(tokens[-1], text=tokens[-1].text + rest)
         text = self._stop.push(rest)
-        if self._stop.hit:
+        if self._stop.matched is not None:
             self.finish_reason = FinishReason.STOP
             return text
         return text + self._stop.finish()

@@ -24,7 +24,7 @@ from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 16
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_MESSAGES = 4096
 MAX_BAD_WORDS = 64
 MAX_TOOLS = 128

@@ -133,20 +133,21 @@ class StopMatcher:
         self._keep = keep
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.matched: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, piece: str) -> str:
         """Add text. Return what may be shown, nothing after a hit."""
-        if self.hit:
+        if self.matched is not None:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        cut = self._cut(text)
-        if cut is not None:
-            self.hit = True
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
             self._held = ""
-            return text[:cut]
+            return text[: end if self._keep else start]
         safe = len(text) - max(overlap_length(text, stop) for stop in self._stops)
         self._held = text[safe:]
         return text[:safe]
@@ -155,10 +156,6 @@ class StopMatcher:
         """End the text without a hit. Return what was held back."""
         text, self._held = self._held, ""
         return text
-
-    def _cut(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[0 if self._keep else 1] if found else None
 
 
 def overlap_length(text: str, mark: str) -> int:

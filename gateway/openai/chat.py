@@ -41,7 +41,7 @@ from gateway.openai.fields import (
     template_values,
     tool_fields,
 )
-from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
+from gateway.openai.generation import AnswerHead, ChoiceEnd, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
@@ -301,7 +301,7 @@ class AssistantMessage(Body):
     tool_calls: list[CallMade] | None = None
 
 
-class ChatChoice(Body):
+class ChatChoice(ChoiceEnd):
     """One of the answers."""
 
     index: int
@@ -334,7 +334,7 @@ class ChatDelta(Body):
     tool_calls: list[CallDelta] | None = None
 
 
-class ChatChunkChoice(Body):
+class ChatChunkChoice(ChoiceEnd):
     """What a chunk adds to one answer."""
 
     index: int
@@ -378,6 +378,7 @@ class ChatBuilder(ChoicesBuilder):
                 message=self._message(answer),
                 logprobs=chat_logprobs(answer.tokens, self._names),
                 finish_reason=_finish_word(answer.finish_reason, answer),
+                **self._stopped_by(index, answer.matched_stop),
                 **self._ids(answer.tokens),
                 **self._trace(index, answer.tokens, answer.trees),
             )
@@ -407,7 +408,8 @@ class ChatBuilder(ChoicesBuilder):
             yield ChatChunkChoice(index=index, delta=calls, logprobs=None, finish_reason=None)
         if delta.finish_reason is not None:
             reason = _finish_word(delta.finish_reason, answer)
-            yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason)
+            more = self._stopped_by(index, delta.matched_stop)
+            yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason, **more)
 
     def _says_something(self, choice: ChatChunkChoice) -> bool:
         return choice.delta.role is None

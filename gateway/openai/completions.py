@@ -11,9 +11,16 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import MAX_CHOICES, Job, PromptText, TokenIdList
-from gateway.http.responses import Body
 from gateway.openai.fields import ListForPrompts, NamedRequests, Only, OpenAIRequest, prompt_requests
-from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, FinishWord, UsageBody, finish_word
+from gateway.openai.generation import (
+    AnswerHead,
+    ChoiceEnd,
+    ChoicesBuilder,
+    CollectedAnswer,
+    FinishWord,
+    UsageBody,
+    finish_word,
+)
 from gateway.openai.logprobs import (
     CompletionLogprobs,
     PromptLogprobsBody,
@@ -104,7 +111,7 @@ class CompletionRequest(OpenAIRequest):
         return prompt_requests(self.prompt, "prompt", lambda _: (common, self.field_names), max_prompts)
 
 
-class CompletionChoice(Body):
+class CompletionChoice(ChoiceEnd):
     """One of the completions, or what a chunk adds to it."""
 
     index: int
@@ -167,6 +174,7 @@ class CompletionBuilder(ChoicesBuilder):
                     text=prompt + "".join(answer.text),
                     logprobs=logprobs,
                     finish_reason=finish_word(answer.finish_reason),
+                    **self._stopped_by(index, answer.matched_stop),
                     **self._ids(answer.tokens),
                     **self._prompt_ids(index),
                     **self._prompt_logprobs(index, self._body.prompt_logprobs),
@@ -198,7 +206,7 @@ class CompletionBuilder(ChoicesBuilder):
                 text, prompt_logprobs = self._echo(index, answer)
                 answer.prompt_logprobs.clear()
                 answer.num_characters = len(text)
-                more = self._ids(()) | prompt_ids
+                more: dict[str, Any] = self._ids(()) | prompt_ids
                 yield CompletionChoice(index=index, text=text, logprobs=prompt_logprobs, finish_reason=None, **more)
                 prompt_ids = {}
         logprobs = completion_logprobs(delta.tokens, self._names, answer.num_characters, with_end=bool(self._body.echo))
@@ -206,7 +214,10 @@ class CompletionBuilder(ChoicesBuilder):
         trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
         more = trace | prompt_ids | (self._ids(delta.tokens) if delta.tokens else {})
         if delta.text or logprobs is not None or more or delta.finish_reason is not None:
-            reason = None if delta.finish_reason is None else finish_word(delta.finish_reason)
+            reason = None
+            if delta.finish_reason is not None:
+                reason = finish_word(delta.finish_reason)
+                more |= self._stopped_by(index, delta.matched_stop)
             yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **more)
 
     def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:

@@ -123,6 +123,15 @@ class UsageBody(Body):
         )
 
 
+class ChoiceEnd(Body):
+    """What ended one of the answers; in a stream, only in its last event."""
+
+    stop_reason: int | str | None = None
+    """The string of stop or token of stop_token_ids that ended the answer; null otherwise, as in vLLM."""
+    matched_stop: int | str | None = None
+    """The same under SGLang's name, or the end-of-sequence token."""
+
+
 FinishWord = Literal["stop", "length"]
 
 
@@ -146,6 +155,7 @@ class CollectedAnswer:
     begun: bool = False
     """Whether the role, or the prompt that is echoed, was streamed."""
     finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None
     usage: Usage = field(default_factory=Usage)
     """Counts of its rounds, and of prompt tokens found in the cache."""
 
@@ -226,6 +236,7 @@ class ResponseBuilder(ABC):
         answer.trees.extend(delta.chunk.round_trees)
         count_rounds(answer.usage, delta.chunk)
         answer.finish_reason = delta.finish_reason or answer.finish_reason
+        answer.matched_stop = delta.matched_stop
         self._usage = delta.usage or self._usage
 
     @abstractmethod
@@ -292,6 +303,11 @@ class ChoicesBuilder(ResponseBuilder):
             yield self._chunk([choice], **self._usage_so_far(num_tokens))
         if delta.usage is not None and self._options.include_usage:
             yield self._chunk([], usage=UsageBody.of(delta.usage))
+
+    def _stopped_by(self, index: int, matched: int | str | None) -> dict[str, Any]:
+        """Return the fields of a ChoiceEnd."""
+        named = isinstance(matched, str) or matched in self._jobs[index].request.stop_token_ids
+        return {"stop_reason": matched if named else None, "matched_stop": matched}
 
     def _usage_so_far(self, num_tokens: int) -> dict[str, UsageBody | None]:
         """Return the usage field of a chunk with choices: null if the usage comes at the end, as with OpenAI."""

@@ -47,7 +47,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value", "1"),
     (TEXT, {"prompt": "x", "max_tokens": 10**400}, "max_tokens", "invalid_value", "less than"),
     (TEXT, {"prompt": "x", "seed": 2**64}, "seed", "invalid_value", "less than"),
-    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "invalid_value", "16"),
+    (TEXT, {"prompt": "x", "stop": ["a"] * 65}, "stop", "invalid_value", "64"),
     (TEXT, {"prompt": "x", "stop": 7}, "stop", "invalid_type", "expected a string or a list, got an integer"),
     (TEXT, {"prompt": "x", "stop": [7]}, "stop[0]", "invalid_type", "expected a string, got an integer"),
     (TEXT, {"prompt": "x", "stop": ""}, "stop[0]", "invalid_value", "at least one"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ async def completion(world: World, **fields: Any) -> str:
 def test_a_stop_string_may_be_let_through_however_the_text_is_cut(size: int) -> None:
     text, matcher = "one two three two", StopMatcher(["two", "wo"], keep=True)
     pieces = [matcher.push(text[at : at + size]) for at in range(0, len(text), size)]
-    assert "".join(pieces) == "one two" and matcher.hit
+    assert "".join(pieces) == "one two" and matcher.matched == "two"
 
 
 async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World) -> None:
@@ -40,6 +41,33 @@ async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World)
     assert answer["text"] == "one two" and answer["meta_info"]["finish_reason"]["matched"] == "two"
     asked = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", stop=["two"], include_stop_str_in_output=True)
     assert "".join([message.text async for message in world.stub.Generate(asked)]) == "one two"
+
+
+async def test_every_door_says_what_ended_an_answer(world: World) -> None:
+    """vLLM's stop_reason is null at the end-of-sequence token, unless the request names it; SGLang's is its id."""
+    ids = world.verify.say("one two three")
+    cases: list[tuple[dict[str, Any], int | str | None, int | str | None]] = [
+        ({"stop": ["three", "two", *(f"stop {number}" for number in range(62))]}, "two", "two"),
+        ({"stop_token_ids": [ids[-1]]}, ids[-1], ids[-1]),
+        ({"max_tokens": 30, "stop": ["four"]}, None, EOS),
+        ({"max_tokens": 1, "stop": ["four"]}, None, None),
+    ]
+    for fields, reason, matched in cases:
+        want = {"stop_reason": reason, "matched_stop": matched}
+        for path, asked in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            body = asked | {"max_tokens": 40} | fields
+            whole = (await world.http.post(path, json=body)).json()["choices"][0]
+            assert whole | want == whole, (path, whole)
+            events = (await world.http.post(path, json=body | {"stream": True})).text.split("\n\n")
+            *before, last = [json.loads(one[6:])["choices"][0] for one in events if one.startswith("data: {")]
+            assert last | want == last and not any(want.keys() & choice.keys() for choice in before)
+        message = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", **({"max_tokens": 40} | fields))
+        *early, end = [one async for one in world.stub.Generate(message)]
+        name = end.WhichOneof("matched_stop")
+        assert (name and getattr(end, name)) == matched and not any(one.WhichOneof("matched_stop") for one in early)
 
 
 async def test_tokens_behind_a_stop_string_count_for_the_accept_length(world: World) -> None:

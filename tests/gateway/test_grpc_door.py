@@ -126,7 +126,7 @@ async def test_cancelling_the_call_cancels_every_answer_at_once(world: World) ->
 @pytest.mark.parametrize(
     ("request_", "field", "limit"),
     [
-        ({"prompt": "x", "stop": [""] * 5000}, "stop", "16"),
+        ({"prompt": "x", "stop": [""] * 5000}, "stop", "64"),
         ({"prompt": "x", "stop_token_ids": [1] * 5000}, "stop_token_ids", "64"),
         ({"prompt": "x", "sampling": {"logit_bias": dict.fromkeys(range(5000), 1.0)}}, "sampling.logit_bias", "1024"),
         ({"chat": {"messages": [{}] * 5000}}, "chat.messages", "4096"),
