@@ -220,19 +220,16 @@ _FORMS = {
 """Fields that give the form of the answer, in any body, and the kinds of their grammars."""
 
 
-def named_forms(body: BaseModel, prefix: str = "", *, strict: bool = False) -> list[Form]:
-    """Return the form of each field in `_FORMS` that is set in a body; `prefix` goes before the field's name.
-
-    `strict`: objects have no keys but those that a schema names.
-    """
+def named_forms(body: BaseModel, prefix: str = "") -> list[Form]:
+    """Return the form of each field in `_FORMS` that is set in a body; `prefix` goes before the field's name."""
     return [
-        Form(prefix + (field.alias or name), _grammar(_FORMS[name], value, strict=strict))
+        Form(prefix + (field.alias or name), _grammar(_FORMS[name], value))
         for name, field in type(body).model_fields.items()
         if name in _FORMS and (value := getattr(body, name)) is not None and value is not False
     ]
 
 
-def _grammar(kind: GrammarKind, value: Any, *, strict: bool) -> Grammar:
+def _grammar(kind: GrammarKind, value: Any, *, strict: bool = False) -> Grammar:
     if kind is GrammarKind.JSON_OBJECT:
         return Grammar(kind)
     source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -283,7 +280,7 @@ class JsonSchema(StrictModel):
     description: Text | None = Field(None, description="Accepted but ignored.")
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema. Default: any object.")
     strict: bool | None = None
-    """Objects have only the keys that the schema names, unless it says otherwise."""
+    """Enforce all of the schema, or refuse it. Objects of which it names no keys are then empty."""
 
     def form(self, field: str) -> Form:
         """Return the form of answers that fit the schema; `field` is the schema's place in the body."""
@@ -306,8 +303,7 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
     grammar_: Text | None = Field(None, alias="grammar", description=EBNF)
     value: dict[str, Any] | None = None
-    """The JSON schema of a json_object, as clients of Hugging Face's text-generation-inference send it; objects have
-    only the keys that it names, unless it says otherwise."""
+    """The JSON schema of a json_object, as clients of Hugging Face's text-generation-inference send it."""
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> ResponseFormat:
@@ -325,7 +321,7 @@ class ResponseFormat(StrictModel):
         if self.grammar_ is not None:
             return [Form("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
         if self.value is not None:
-            return [Form("response_format.value", _grammar(GrammarKind.JSON_SCHEMA, self.value, strict=True))]
+            return [Form("response_format.value", _grammar(GrammarKind.JSON_SCHEMA, self.value))]
         if self.json_schema is None or self.json_schema.schema_ is None:
             return [Form("response_format", Grammar(GrammarKind.JSON_OBJECT))]
         return [self.json_schema.form("response_format.json_schema.schema")]
@@ -342,7 +338,9 @@ class StructuredOutputs(StrictModel):
     structural_tag: Annotated[Any, Only(why=NO_TAGS)] = None
     disable_fallback: bool | None = Field(None, description="No effect: there is only one grammar library.")
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_WHITESPACE)] = None
-    disable_additional_properties: bool | None = Field(None, description="The same as strict of response_format.")
+    disable_additional_properties: bool | None = Field(
+        None, description="No effect: objects have no further keys anyway."
+    )
     whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
 
     @model_validator(mode="after")
@@ -376,8 +374,7 @@ class FormatFields(FormBody):
         """See the base."""
         forms = [] if self.response_format is None else self.response_format.forms
         if (outputs := self.structured_outputs) is not None:
-            strict = bool(outputs.disable_additional_properties)
-            forms = forms + named_forms(outputs, "structured_outputs.", strict=strict)
+            forms = forms + named_forms(outputs, "structured_outputs.")
         return forms + named_forms(self)
 
 

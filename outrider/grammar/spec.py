@@ -109,6 +109,18 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps arbitrary names to schemas."""
 _NAME_KEYS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref"})
 """Keywords that matter in the schema of `propertyNames`: those for strings, since all names are strings."""
+_OBJECT_KEYS = {
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "propertyNames",
+    "required",
+    "minProperties",
+    "maxProperties",
+}
+"""Keywords that only matter for objects."""
+_APPLIED_HERE = frozenset({"$ref", "anyOf", "oneOf"})
+"""Keywords that apply other schemas to the same value, besides allOf."""
 _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
 """Keywords whose value is not a schema; neither is that of keywords that begin with x-."""
 
@@ -165,17 +177,58 @@ def without_further_keys(source: str) -> str:
 
 
 def prepare_schema(schema: Any) -> None:
-    """Rewrite a JSON schema in place for the grammar library: `propertyNames` in other keywords, no annotations."""
+    """Rewrite a JSON schema in place for the grammar library: `propertyNames` in other keywords, no annotations.
+
+    Objects whose keys a schema names get no further ones, unless it speaks of them: a small model writes keys until its
+    tokens run out. Schemas that hold together for one value stay open, since each would forbid the keys of the others.
+    """
+    open_ids = _joined(schema)
     level: list[Any] = [schema]
     while level:
         value = level.pop()
         if isinstance(value, dict):
+            if id(value) not in open_ids and _names_its_keys(value):
+                value["additionalProperties"] = False
             for key in [key for key, child in value.items() if _is_annotation(key, child)]:
                 del value[key]
             joined = value.get("allOf", [])
             if "propertyNames" in value and isinstance(joined, list):
                 value["allOf"] = [*joined, _object_of_names(value.pop("propertyNames"), schema) or {}]
         level += [child for _, child in _subschemas(value)]
+
+
+def _names_its_keys(value: dict[str, Any]) -> bool:
+    """Whether a schema names keys, among them those that it requires, and says nothing of others."""
+    properties, required = value.get("properties", {}), value.get("required", [])
+    return (
+        not value.keys().isdisjoint({"properties", "patternProperties"})
+        and value.keys().isdisjoint({"additionalProperties", "propertyNames", "minProperties"})
+        and isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(str(name) in properties for name in required)
+    )
+
+
+def _joined(root: Any) -> set[int]:
+    """Return the ids of schemas that hold together with others for one value, and of all schemas below them."""
+    level, together = [root], []
+    while level:
+        value = level.pop()
+        level += [child for _, child in _subschemas(value)]
+        if isinstance(value, dict):
+            all_of = value.get("allOf")
+            num_here = len(value.keys() & _APPLIED_HERE) + (len(all_of) if isinstance(all_of, list) else 0)
+            if num_here + (not value.keys().isdisjoint(_OBJECT_KEYS)) > 1:
+                together.append(value)
+    found: set[int] = set()
+    while together:
+        value = together.pop()
+        if id(value) not in found:
+            found.add(id(value))
+            together += [child for _, child in _subschemas(value)]
+            if isinstance(value, dict) and "$ref" in value:
+                together.append(resolve_reference(root, value["$ref"]))
+    return found
 
 
 def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:

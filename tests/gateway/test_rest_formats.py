@@ -10,7 +10,7 @@ from gateway_world import World
 from pydantic import BaseModel
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar, GrammarKind, without_further_keys
+from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.generation_codec import decode_grammar
 from outrider.v1 import common_pb2, gateway_pb2
 
@@ -18,7 +18,6 @@ CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/genera
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}, "required": ["b"]}
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=False))
-OF_CLOSED_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, without_further_keys(OF_SCHEMA.source))
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
 LARK = Grammar(GrammarKind.EBNF, 'start: "yes" | "no"')
@@ -43,7 +42,7 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "grammar", "grammar": LARK.source}}, LARK),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, ANY_OBJECT),
     ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
-    ({"structured_outputs": {"json": OF_SCHEMA.source}}, OF_SCHEMA),
+    ({"structured_outputs": {"json": OF_SCHEMA.source, "disable_additional_properties": True}}, OF_SCHEMA),
     ({"structured_outputs": {"regex": "[0-9]+"}}, DIGITS),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, CHOICES),
     ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, ANY_OBJECT),
@@ -56,7 +55,7 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"ebnf": GUIDANCE.source}, GUIDANCE),
     (wrapped(SCHEMA) | {"guided_json": SCHEMA}, OF_SCHEMA),
     # What huggingface_hub makes of a json_schema.
-    ({"response_format": {"type": "json_object", "value": SCHEMA}}, OF_CLOSED_SCHEMA),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, OF_SCHEMA),
 ]
 SGLANG: list[tuple[dict[str, Any], Grammar | None]] = [
     ({}, None),

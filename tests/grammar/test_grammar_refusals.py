@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
+from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
+from gateway.core.tool_grammar import form_grammar
 from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.grammar.compiler import LENGTH, GrammarVocabulary, compile_grammar, probe
 from outrider.grammar.spec import (
@@ -251,6 +253,46 @@ def test_names_of_properties_are_held_to(
     assert not any(allows(vocabulary, schema(NAMED | rules), text) for text in wrong)
     nested = schema({"type": "array", "items": NAMED | {"propertyNames": {"const": "red"}}})
     assert allows(vocabulary, nested, '[{"red":1}]') and not allows(vocabulary, nested, '[{"blue":1}]')
+
+
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]} for name in "ab")
+OPEN_A = A | {"additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("rules", "right", "wrong"),
+    [
+        (A, ['{"a":1}'], ['{"a":1,"b":2}']),
+        (A | {"type": ["object", "null"]}, ["null"], ['{"a":1,"b":2}']),
+        ({"$ref": "#/$defs/A", "$defs": {"A": A}}, ['{"a":1}'], ['{"a":1,"b":2}']),
+        ({"type": "array", "items": {"anyOf": [A, B]}}, ['[{"a":1},{"b":1}]'], ['[{"a":1,"b":2}]']),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}}, ['{"a":1}'], ['{"a":1,"b":2}']),
+        ({"properties": {}}, ["{}"], ['{"b":2}']),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, ['{"x1":1}', "{}"], ['{"b":2}']),
+        # No word about keys, or one about further keys.
+        ({"type": "object"}, ['{"b":2}'], []),
+        (OPEN_A, ['{"a":1,"b":2}'], ['{"b":2}']),
+        (A | {"required": ["a", "b"]}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        (A | {"minProperties": 2}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        # Joined schemas know nothing of each other's keys.
+        ({"allOf": [A, B]}, ['{"a":1,"b":2}'], ['{"a":1}', '{"b":2}']),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, ['{"a":1,"b":2}'], ['{"b":2}']),
+        (A | {"$ref": "#/$defs/B", "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        (A | {"anyOf": [B, {"required": ["c"]}]}, ['{"a":1,"b":2}', '{"a":1,"c":3}'], ['{"a":1}']),
+        (
+            {"allOf": [{"properties": {"x": A}}, {"properties": {"x": B}}], "required": ["x"]},
+            ['{"x":{"a":1,"b":2}}'],
+            ['{"x":{"a":1}}'],
+        ),
+    ],
+)
+def test_objects_have_the_keys_that_their_schema_names(
+    vocabulary: GrammarVocabulary, rules: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    """As with xgrammar, whose default vLLM and SGLang take: small models would not stop adding keys."""
+    beside_calls = form_grammar(schema(rules), [], None, ReasoningStart(ReasoningMarkers("x", "y"), False), {})
+    for grammar in (schema(rules), beside_calls):
+        assert [text for text in right + wrong if allows(vocabulary, grammar, text)] == right
 
 
 @pytest.mark.parametrize("grammar", [OBJECT, SCHEMA, CHOICE, regex("a")])
