@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.core.answer import Delta
+from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import Job
 from gateway.core.tool_parser import ToolCallDelta
@@ -20,7 +21,7 @@ from gateway.openai.generation import (
     ResponseBuilder,
     SpeculationUsage,
 )
-from gateway.openai.logprobs import TraceBody
+from gateway.openai.logprobs import TokenLogprob, TokenNames, TraceBody, chat_logprobs
 from gateway.openai.responses_request import ResponsesRequest
 from outrider.errors import OutriderError
 from outrider.protocol.generation import FinishReason, Usage
@@ -35,8 +36,8 @@ class OutputPart(Body):
     text: str
     annotations: list[Any] | None = None
     """For output_text; empty."""
-    logprobs: list[Any] | None = None
-    """For output_text; empty."""
+    logprobs: list[TokenLogprob] | None = None
+    """For output_text; empty unless included."""
 
 
 ItemKind = Literal["reasoning", "message", "function_call"]
@@ -122,7 +123,7 @@ class ResponseEvent(Body):
     part: OutputPart | None = None
     delta: str | None = None
     text: str | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenLogprob] | None = None
     arguments: str | None = None
     code: str | None = None
     """For errors, as are the last three fields."""
@@ -140,8 +141,13 @@ class _Item:
     id: str
     call: ToolCallDelta | None
     """The first delta of a call; None for other kinds of items."""
+    names: TokenNames
     pieces: list[str] = field(default_factory=list)
     """Pieces of the item's text, or of its arguments."""
+    tokens: list[Token] = field(default_factory=list)
+    """The tokens of a message, if their log-probabilities are told."""
+    num_sent: int = 0
+    """How many of them were streamed."""
 
     def body(self, status: ItemStatus) -> OutputItem:
         """Return the item as clients see it."""
@@ -149,14 +155,19 @@ class _Item:
         if self.call is not None:
             about: dict[str, Any] = {"call_id": self.call.id, "name": self.call.name, "arguments": text}
         elif self.kind == "message":
-            about = {"content": [_part(self.kind, text)], "role": "assistant"}
+            about = {"content": [_part(self.kind, text, self.logprobs())], "role": "assistant"}
         else:
             about = {"content": [_part(self.kind, text)], "summary": []}
         return OutputItem(type=self.kind, id=self.id, status=status, **about)
 
+    def logprobs(self, start: int = 0) -> list[TokenLogprob]:
+        """Return the log-probabilities of the tokens from `start` on."""
+        told = chat_logprobs(self.tokens[start:], self.names)
+        return [] if told is None else told.content
+
     def empty(self) -> OutputItem:
         """Return the item as clients see it when it begins."""
-        body = _Item(self.kind, self.id, self.call).body("in_progress")
+        body = _Item(self.kind, self.id, self.call, self.names).body("in_progress")
         return body if self.call is not None else body.model_copy(update={"content": []})
 
 
@@ -191,6 +202,12 @@ class ResponsesBuilder(ResponseBuilder):
         self._num_events = 0
         self._items: list[_Item] = []
         """Items that have begun."""
+        self._tells_logprobs = body.tells_logprobs
+        self._names = TokenNames(self._tokenizer, as_ids=False)
+        self._waiting: deque[Token] = deque()
+        """Tokens of reasoning, calls, and messages that have not come yet."""
+        self._num_ahead = 0
+        """Characters of messages that came, less those of the tokens taken for them."""
         sampling = jobs[0].request.sampling
         self._fields: dict[str, Any] = {
             "id": self._head["id"],
@@ -216,13 +233,14 @@ class ResponsesBuilder(ResponseBuilder):
     def collect(self, delta: Delta) -> None:
         """See the base."""
         super().collect(delta)
+        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
         for piece in _pieces(delta):
             self._add(*piece)
+        if self._ends_message(delta):
+            self._add("message", "")
 
     def whole(self) -> ResponseBody:
         """See the base."""
-        if not self._items:
-            self._add("message", "")
         return self._response(self._status)
 
     def chunks(self, delta: Delta) -> Iterator[ResponseEvent]:
@@ -231,11 +249,12 @@ class ResponsesBuilder(ResponseBuilder):
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
         super().collect(delta)
+        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
         for piece in _pieces(delta):
             yield from self._more(*piece)
+        if self._ends_message(delta):
+            yield from self._more("message", "")
         if delta.finish_reason is not None:
-            if not self._items:
-                yield from self._more("message", "")
             status = self._status
             yield from self._end(len(self._items) - 1, status)
             yield self._event(f"response.{status}", response=self._response(status))
@@ -250,15 +269,46 @@ class ResponsesBuilder(ResponseBuilder):
         told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
         return self.event(self._event("error", **told))
 
+    def _ends_message(self, delta: Delta) -> bool:
+        """Whether a delta ends the answer with a message, which is empty if there was nothing else."""
+        return delta.finish_reason is not None and (not self._items or self._items[-1].kind == "message")
+
     def _add(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> bool:
-        """Keep a piece. Return whether it begins an item."""
+        """Keep a piece and its tokens; an empty one of a message ends the answer. Return whether it begins an item."""
         begins = not self._items or self._items[-1].kind != kind or (call is not None and bool(call.id))
         if begins:
             number = sum(item.kind == kind for item in self._items)
             item_id = f"{_ID_PREFIXES[kind]}-{self._fields['id']}" + (f"-{number}" if number else "")
-            self._items.append(_Item(kind, item_id, call))
-        self._items[-1].pieces.append(piece)
+            self._items.append(_Item(kind, item_id, call, self._names))
+        item = self._items[-1]
+        item.pieces.append(piece)
+        if kind == "message":
+            ends = not piece
+            if begins and piece and self._waiting:
+                piece = self._skip_to(piece)
+            self._num_ahead += len(piece)
+            while self._waiting and (self._num_ahead > 0 or ends):
+                item.tokens.append(self._waiting.popleft())
+                self._num_ahead -= len(item.tokens[-1].text)
         return begins
+
+    def _skip_to(self, piece: str) -> str:
+        """Drop waiting tokens from before a message that begins with this piece. Return the piece as they have it."""
+        text = "".join(token.text for token in self._waiting)
+        if piece not in text:  # white space before a call comes with the text behind it
+            piece = piece.strip()
+        start = text.rfind(piece)
+        end = num_before = 0
+        for index, token in enumerate(self._waiting):
+            end += len(token.text)
+            if end > start:
+                break
+            if token.text:  # otherwise it begins a character
+                num_before = index + 1
+        for _ in range(num_before):
+            self._waiting.popleft()
+        self._num_ahead = 0
+        return piece
 
     def _more(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> Iterator[ResponseEvent]:
         if self._add(kind, piece, call):
@@ -268,8 +318,11 @@ class ResponsesBuilder(ResponseBuilder):
             yield self._event("response.output_item.added", output_index=index, item=self._items[-1].empty())
             if call is None:
                 yield self._event("response.content_part.added", **self._place(index), part=_part(kind, ""))
-        if piece:
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        item = self._items[-1]
+        news = item.logprobs(item.num_sent)
+        item.num_sent = len(item.tokens)
+        if piece or news:
+            more: dict[str, Any] = {"logprobs": news} if kind == "message" else {}
             place = self._place(len(self._items) - 1)
             yield self._event(f"response.{_CONTENTS[kind]}.delta", **place, delta=piece, **more)
 
@@ -282,7 +335,7 @@ class ResponsesBuilder(ResponseBuilder):
             yield self._event(name, **place, arguments=body.arguments)
         else:
             (part,) = body.content
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            more = {"logprobs": part.logprobs} if kind == "message" else {}
             yield self._event(name, **place, text=part.text, **more)
             yield self._event("response.content_part.done", **place, part=part)
         yield self._event("response.output_item.done", output_index=index, item=body)
@@ -322,8 +375,8 @@ def _as_sent(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
-def _part(kind: ItemKind, text: str) -> OutputPart:
-    about: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
+def _part(kind: ItemKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> OutputPart:
+    about: dict[str, Any] = {"annotations": [], "logprobs": list(logprobs)} if kind == "message" else {}
     return OutputPart(type=_CONTENTS[kind], text=text, **about)
 
 

@@ -43,10 +43,10 @@ from gateway.openai.fields import (
 )
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.sampling.params import MAX_LOGPROBS
 
 _NOT_STORED = "answers are not stored here: send the whole conversation as input"
-_ENCRYPTED = "reasoning.encrypted_content"
-"""Some clients always ask for this. It only matters for encrypted reasoning, and none is encrypted here."""
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(StrictModel):
@@ -231,7 +231,10 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None
     background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
-    include: Annotated[Any, Only([], [_ENCRYPTED], why="nothing more is told of an answer")] = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """What more to tell of an answer: the log-probabilities of its text. Some clients always ask for encrypted
+    reasoning; it has no effect, since none is encrypted here."""
+    client_metadata: dict[str, Any] | None = Field(None, description="Accepted but ignored; Codex sends it.")
     truncation: Annotated[Any, Only("disabled", why="no message is left out of a conversation")] = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Functions that the answer may call."""
@@ -242,12 +245,24 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     max_tool_calls: Annotated[Any, Only(why="there are no tools that run here")] = None
     prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
     n: Annotated[Any, Only(1, why="a response is one answer")] = None
-    top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Also return this many most likely tokens; needs message.output_text.logprobs in include."""
 
     @cached_property
     def forms(self) -> list[Form]:
         """See the base."""
         return [] if self.text is None or self.text.format is None else self.text.format.forms
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the answer's text has log-probabilities."""
+        return _LOGPROBS in (self.include or ())
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.tells_logprobs:
+            raise InvalidRequestError("top_logprobs", "needs logprobs", f"add {_LOGPROBS} to include, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ResponsesRequest:
@@ -292,7 +307,8 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         fields |= {
             "model": self.model,
-            "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields},
+            "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields}
+            | {"num_logprobs": (self.top_logprobs or 0) if self.tells_logprobs else None},
             "max_tokens": self.max_output_tokens,
             "grammar": self.grammar,
             "separate_reasoning": True,

@@ -134,6 +134,34 @@ async def test_reasoning_is_streamed_before_the_message(thinker: World) -> None:
     assert [item.content[0].text for item in whole.output] == [item.content[0].text for item in final.output]  # type: ignore[union-attr]
 
 
+def spelled(logprobs: Any) -> str:
+    return b"".join(bytes(one.bytes) for one in logprobs).decode()
+
+
+async def test_log_probabilities_of_the_text_are_told_where_included(thinker: World) -> None:
+    """As Codex asks, too, with its `client_metadata`."""
+    client = thinker.openai().responses
+    asked: Any = {"model": MODEL, "input": "x", "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}}}
+    include = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    included: Any = asked | {"include": include, "top_logprobs": 2}
+    for thought, text in (("", "Grüße aus 東京"), ("<think>\nGreet.\n</think>", "Hello!")):
+        thinker.verify.say(thought + text)
+        part: Any = (await client.create(**included)).output[-1].content[0]
+        assert (spelled(part.logprobs), part.text) == (text, text)
+        assert all(len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in part.logprobs)
+        events: list[Any] = [event async for event in await client.create(**included, stream=True)]
+        told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        done = next(event for event in events if event.type == "response.output_text.done")
+        last = events[-1].response.output[-1].content[0]
+        assert last == part
+        assert all([one.to_dict() for one in same] == part.to_dict()["logprobs"] for same in (told, done.logprobs))
+        plain: Any = await client.create(**asked)
+        assert plain.output[-1].content[0].logprobs == []
+    thinker.verify.say("one two three")
+    cut: Any = await client.create(**included | {"extra_body": {"stop": [" three"]}})
+    assert cut.output_text == "one two" and spelled(cut.output[0].content[0].logprobs) == "one two three"
+
+
 async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
     world.verify.say("one two three four")
     client = world.openai()
@@ -265,7 +293,7 @@ async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size:
     caller.verify.say(f"One. <tool_call>{ROME}</tool_call> Two. <tool_call>{NOON}</tool_call> Three.")
     caller.verify.round_size = round_size
     client = caller.openai().responses
-    asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}
+    asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS, "include": ["message.output_text.logprobs"]}
     whole = await client.create(**asked)
     async with client.stream(**asked) as stream:
         async for _ in stream:
@@ -280,6 +308,8 @@ async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size:
             ("message", "completed", "  Three."),
         ]
         assert all(item.call_id for item in answer.output if item.type == "function_call")
+        messages: list[Any] = [item for item in answer.output if item.type == "message"]
+        assert [spelled(one.content[0].logprobs).strip() for one in messages] == ["One.", "Two.", "Three."]
 
 
 async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None:
@@ -354,7 +384,8 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         ),
         ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name", "at least one"),
         ({"truncation": "auto"}, "truncation", "left out"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "leave it out or send"),
+        ({"include": ["web_search_call.results"]}, "include[0]", "send 'message.output_text.logprobs'"),
+        ({"top_logprobs": 2}, "top_logprobs", "add message.output_text.logprobs to include"),
         ({"input": []}, "input", "at least one entry"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "text": "x"}]}]}, "input", "input_text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "message"),
