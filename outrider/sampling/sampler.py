@@ -95,12 +95,14 @@ class LogitsProcessor:
         """
         params = self.params
         _check_top(logits, "the model's logits")
+        given = logits
         # Overflow is refused below; numpy need not warn of it.
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._adjusted(logits, history, path, mask)
             if not params.greedy:
                 logits = logits / np.float32(max(params.temperature, MIN_TEMPERATURE))
-        _check_top(logits, "the processed logits")
+        if logits is not given:
+            _check_top(logits, "the processed logits")
         if params.greedy:
             # Every setting of the filters keeps the likeliest token of lowest id.
             return Candidates(None, logits)

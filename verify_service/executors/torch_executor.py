@@ -82,10 +82,10 @@ class _Part:
         length = self.start + last
         return Segment(last - first, self.slots[:length], mask, num_spare=-length % page_size)
 
-    def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots of accepted nodes to move, and the slots that they have in committed order."""
+    def moves(self, accepted: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return slots of accepted nodes, with the slots that they move to in committed order; empty if none moves."""
         moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
-        return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
+        return [(self.slots[[source for source, _ in moved]], self.slots[[to for _, to in moved]])] if moved else []
 
 
 class _PartRows(NamedTuple):
@@ -185,7 +185,7 @@ class TorchExecutor(Executor):
             if part.samples:
                 num_rows = part.num_tokens - part.num_extend + 1
                 result, accepted = self._walk(part.entry, logits[row : row + num_rows])
-                moves.append(part.moves(accepted))
+                moves += part.moves(accepted)
                 row += num_rows
             if part.scored:
                 start = part.first + part.scored.start - part.start
@@ -272,9 +272,8 @@ class TorchExecutor(Executor):
         return Result(tokens, logprobs), accepted
 
     def _compact(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        sources = torch.cat([source for source, _ in moves]) if moves else torch.empty(0)
-        if len(sources):
-            targets = torch.cat([target for _, target in moves])
+        if moves:
+            sources, targets = (torch.cat(slots) for slots in zip(*moves, strict=True))
             self._kv.move(sources, targets)
             if self._features is not None:
                 self._features.move(sources, targets)
