@@ -20,8 +20,8 @@ from outrider.logs import get_logger, hide_secret
 Tokens = Mapping[bytes, str]
 """Bearer tokens of a door, each with its tenant's name; none if it is open."""
 Content = TypeVar("Content")
-_Stamp = tuple[tuple[int, int, int], ...]
-"""Inode, size and modification time of each file, which change when one is replaced or written."""
+_Stamp = tuple[tuple[int, ...], ...]
+"""Inode, size and times of each file. They change when one is replaced, is written, or may be read from now on."""
 
 _logger = get_logger(__name__)
 
@@ -83,7 +83,7 @@ class FileSource(Generic[Content]):
                 status = local_path(text).stat()
             except OSError as error:
                 raise unreadable(option, text, error) from None
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
         return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,15 @@ def test_without_a_file_the_token_is_that_of_the_option() -> None:
 def test_a_service_does_not_start_with_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--auth-token-file: .* cannot be read"):
         door_tokens(PeerServiceOptions(auth_token_file=str(tmp_path / "none")))
+
+
+def test_a_file_is_read_again_though_its_size_and_modification_time_stay(tmp_path: Path) -> None:
+    """As after cp -p and rsync --inplace; likewise a file that only chown or chmod has made readable."""
+    file = tmp_path / "tokens"
+    file.write_text("former-token\n")
+    door = door_tokens(PeerServiceOptions(auth_token_file=str(file)))
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the file system's clock has a tick of milliseconds
+        file.write_text("latest-token\n")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert set(door.current()) == {b"latest-token"}
