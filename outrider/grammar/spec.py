@@ -109,7 +109,7 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps arbitrary names to schemas."""
 _NAME_KEYS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref"})
 """Keywords that matter in the schema of `propertyNames`: those for strings, since all names are strings."""
-_OBJECT_KEYS = {
+_MEMBER_KEYS = {
     "properties",
     "patternProperties",
     "additionalProperties",
@@ -117,8 +117,11 @@ _OBJECT_KEYS = {
     "required",
     "minProperties",
     "maxProperties",
+    "items",
+    "prefixItems",
+    "additionalItems",
 }
-"""Keywords that only matter for objects."""
+"""Keywords about an object's keys or a list's items."""
 _APPLIED_HERE = frozenset({"$ref", "anyOf", "oneOf"})
 """Keywords that apply other schemas to the same value, besides allOf."""
 _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
@@ -218,8 +221,12 @@ def _joined(root: Any) -> set[int]:
         if isinstance(value, dict):
             all_of = value.get("allOf")
             num_here = len(value.keys() & _APPLIED_HERE) + (len(all_of) if isinstance(all_of, list) else 0)
-            if num_here + (not value.keys().isdisjoint(_OBJECT_KEYS)) > 1:
+            if num_here + (not value.keys().isdisjoint(_MEMBER_KEYS)) > 1:
                 together.append(value)
+            # A key may be among the properties and fit a pattern, too.
+            named, patterns = value.get("properties"), value.get("patternProperties")
+            if isinstance(named, dict) and isinstance(patterns, dict):
+                together += [*named.values(), *patterns.values()]
     found: set[int] = set()
     while together:
         value = together.pop()
@@ -267,7 +274,10 @@ def resolve_reference(root: Any, reference: Any) -> Any:
         return None
     for part in parts:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        root = root.get(name) if isinstance(root, dict) else None
+        if isinstance(root, list):
+            root = root[int(name)] if name.isdecimal() and len(name) < 6 and int(name) < len(root) else None
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
     return root
 
 

@@ -207,8 +207,10 @@ def test_names_that_many_objects_refer_to_are_limited_as_they_are_written_out() 
     for _ in range(200):
         below = {"a": below}
     deep_down = {"default": below, "propertyNames": {"$ref": "#/default" + "/a" * 200}}
-    with pytest.raises(InvalidRequestError, match="propertyNames: is not supported"):
-        check_grammar(schema(deep_down))
+    far_off = {"anyOf": [{}], "propertyNames": {"$ref": "#/anyOf/" + "9" * 5000}}
+    for nowhere in (deep_down, far_off):
+        with pytest.raises(InvalidRequestError, match="propertyNames: is not supported"):
+            check_grammar(schema(nowhere))
 
 
 def test_one_of_is_any_of_unless_it_is_strict(vocabulary: GrammarVocabulary) -> None:
@@ -278,6 +280,17 @@ OPEN_A = A | {"additionalProperties": True}
         ({"allOf": [A, B]}, ['{"a":1,"b":2}'], ['{"a":1}', '{"b":2}']),
         ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, ['{"a":1,"b":2}'], ['{"b":2}']),
         (A | {"$ref": "#/$defs/B", "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        (
+            {"properties": {"x": {"anyOf": [A, B]}, "y": {"allOf": [{"$ref": "#/properties/x/anyOf/0"}, B]}}},
+            ['{"y":{"a":1,"b":2}}'],
+            ['{"y":{"a":1}}'],
+        ),
+        ({"items": A, "allOf": [{"type": "array", "items": B}]}, ['[{"a":1,"b":2}]'], ['[{"a":1}]']),
+        (
+            {"properties": {"x": A}, "patternProperties": {"x": B}},
+            ['{"x":{"a":1,"b":2}}'],
+            ['{"x":{"a":1}}', '{"b":2}'],
+        ),
         (A | {"anyOf": [B, {"required": ["c"]}]}, ['{"a":1,"b":2}', '{"a":1,"c":3}'], ['{"a":1}']),
         (
             {"allOf": [{"properties": {"x": A}}, {"properties": {"x": B}}], "required": ["x"]},
