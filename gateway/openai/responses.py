@@ -297,7 +297,12 @@ class ResponsesBuilder(ResponseBuilder):
         text = "".join(token.text for token in self._waiting)
         if piece not in text:  # white space before a call comes with the text behind it
             piece = piece.strip()
-        start = text.rfind(piece)
+        if len(self._items) > 1 and self._items[-2].kind == "function_call":
+            start = text.rfind(piece)
+        else:  # a stop string may hold back text that repeats the piece
+            reasoning = self._jobs[0].reasoning
+            marker = reasoning.markers.end if reasoning is not None else ""
+            start = text.find(piece, text.find(marker) + len(marker) if marker in text else 0)
         end = num_before = 0
         for index, token in enumerate(self._waiting):
             end += len(token.text)

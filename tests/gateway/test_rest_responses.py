@@ -162,6 +162,18 @@ async def test_log_probabilities_of_the_text_are_told_where_included(thinker: Wo
     assert cut.output_text == "one two" and spelled(cut.output[0].content[0].logprobs) == "one two three"
 
 
+@pytest.mark.parametrize("thought", ["", "<think>a</think>"])
+async def test_log_probabilities_begin_with_the_text_though_a_stop_string_holds_some_back(
+    thinker: World, thought: str
+) -> None:
+    thinker.verify.say(f"{thought}a a a")
+    thinker.verify.round_size = 2
+    include: Any = ["message.output_text.logprobs"]
+    asked: Any = {"input": "x", "include": include, "extra_body": {"stop": ["a banana!"]}}
+    answer: Any = await thinker.openai().responses.create(model=MODEL, **asked)
+    assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "a a a"
+
+
 async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
     world.verify.say("one two three four")
     client = world.openai()
