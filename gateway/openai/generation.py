@@ -280,8 +280,9 @@ class ChoicesBuilder(ResponseBuilder):
         self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
     def is_large(self, delta: Delta | None = None) -> bool:
-        """See the base; a long prompt that is shown is large, too."""
-        return (self._shows_prompt and self._prompt_tokens > _INLINE_PROMPT_TOKENS) or super().is_large(delta)
+        """See the base; a long prompt that is shown is large, too. A stream shows it once for each answer."""
+        shows = self._shows_prompt and (delta is None or not self._answers[delta.choice_index].begun)
+        return (shows and self._prompt_tokens > _INLINE_PROMPT_TOKENS) or super().is_large(delta)
 
     def _keeps_tokens(self, job: Job) -> bool:
         return self._with_ids or super()._keeps_tokens(job)

@@ -6,10 +6,12 @@ import pytest
 from gateway_world import World
 from scripted_verify import MODEL
 
+from gateway.core.answer import Delta
 from gateway.http.info import ModelList
 from gateway.http.responses import ErrorBody
+from gateway.openai import generation
 from gateway.openai.chat import ChatCompletion
-from gateway.openai.completions import Completion
+from gateway.openai.completions import Completion, CompletionBuilder
 
 
 async def test_every_form_of_prompt_is_taken(world: World) -> None:
@@ -96,6 +98,26 @@ async def test_completions_tell_token_ids(world: World, echo: bool) -> None:
         assert choices[0].prompt_token_ids == prompt[index // 2]
         assert not any("prompt_token_ids" in choice.model_extra for choice in choices[1:])
         assert [name for choice in choices for name in choice.logprobs.tokens][-1] == f"token_id:{shown[-1]}"
+
+
+async def test_a_thread_writes_only_those_events_that_show_a_long_prompt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.verify.say("one two three four")
+    world.verify.round_size = 1
+    in_thread: list[bool] = []
+    is_large = CompletionBuilder.is_large
+
+    def noted(builder: CompletionBuilder, delta: Delta | None = None) -> bool:
+        in_thread.append(is_large(builder, delta))
+        return in_thread[-1]
+
+    monkeypatch.setattr(CompletionBuilder, "is_large", noted)
+    monkeypatch.setattr(generation, "_INLINE_PROMPT_TOKENS", 8)
+    body = {"prompt": [5] * 9, "return_token_ids": True, "stream": True}
+    text = (await world.http.post("/v1/completions", json=body)).text
+    assert text.count("prompt_token_ids") == 1 and len(in_thread) > 3
+    assert in_thread == [True] + [False] * (len(in_thread) - 1)
 
 
 async def test_responses_are_what_openapi_says(world: World) -> None:
