@@ -32,6 +32,14 @@ A **point** has `x` and *y*; see [the docs](https://example.org/points) or [this
 That is all."""
 
 
+# The answer may be whole before another process could look.
+WATCH_FIRST_BLOCK = """() => new MutationObserver((changes, observer) => {
+  if (!document.querySelector(".blocks h4")) return;
+  window.grew = !document.querySelector("#stop").disabled;
+  observer.disconnect();
+}).observe(document.body, {childList: true, subtree: true})"""
+
+
 def write(page: Any, text: str) -> None:
     """The model has to write this, token by token."""
     alter(page, lambda body: True, structured_outputs={"choice": [text]})
@@ -42,10 +50,10 @@ def test_markdown_is_formatted_block_by_block_and_marked(visit: Open) -> None:
     page = here.page
     write(page, MARKDOWN)
     here.set(max_tokens=400)
+    page.evaluate(WATCH_FIRST_BLOCK)
     here.ask("What is a point?")
-    page.wait_for_selector(".blocks h4")
-    assert page.is_enabled("#stop"), "complete blocks are formatted while the answer grows"
     here.until_done()
+    assert page.evaluate("window.grew") is True, "complete blocks are formatted while the answer grows"
     here.expect(page.locator(".tail")).to_be_empty()
     blocks = page.locator(".blocks")
     assert [blocks.locator(name).count() for name in ("h4", "strong", "em", "ol > li", "pre code", "tbody td")] == [
