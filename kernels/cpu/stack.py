@@ -102,7 +102,10 @@ class DecoderStack:
         angles: tuple[Tensor, Tensor],
         caches: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> list[StackPlan]:
-        """Return plans of MAX_ROWS rows each, and one of the rest, which run one after the other. See `plan`."""
+        """Return plans of MAX_ROWS rows each, and one of the rest, which run one after the other. See `plan`.
+
+        If there are several, no row may see the key of a later one.
+        """
         parts = zip(_pieces(queries), own_slots.split(MAX_ROWS), positions.split(MAX_ROWS), strict=True)
         return [self.plan(*part, angles, caches) for part in parts]
 

@@ -155,6 +155,19 @@ def test_any_number_of_rows_has_the_same_bits_however_cut_if_codes_are_multiplie
         assert near(few, whole[:MAX_ROWS]) and near(whole, cut)
 
 
+def test_masks_of_a_long_prompt_do_not_grow_with_the_square_of_its_length() -> None:
+    slots = torch.randperm(2100)
+    found = ForwardBatch(torch.arange(2000), torch.arange(2000), [Segment(2000, slots)]).queries()
+    assert found is not None
+    queries, own = found
+    assert torch.equal(own, slots[100:])
+    assert sum(part.mask.numel() for part in queries if part.mask is not None) <= 2000 * MAX_ROWS
+    unseen = [(~part.mask).sum(1) for part in queries if part.mask is not None]
+    counts = torch.cat([len(part.slots) - hidden for part, hidden in zip(queries, unseen, strict=True)])
+    assert torch.equal(counts, torch.arange(101, 2101)), "all before it, and itself"
+    assert all(torch.equal(part.slots, slots[: len(part.slots)]) for part in queries)
+
+
 def shipped_head(model_path: Path) -> Eagle3Head:
     options = DraftOptions(
         speculative_algorithm=("EAGLE3",),

@@ -71,6 +71,27 @@ def test_behind_long_contexts_more_nodes_pay() -> None:
         assert far > near + 3 if context > 200_000 else far == near
 
 
+def test_a_prompt_s_long_chunk_makes_later_rounds_no_dearer() -> None:
+    """On a CPU chunks of up to 65,536 tokens may be computed beside roots and nodes."""
+    asked: list[int] = []
+
+    def width_of(tokens: int) -> int:
+        asked.append(tokens)
+        return tokens
+
+    cost = CostModel([5e-3 + 5e-5 * width for width in WIDTHS], width_of=width_of)
+    cost.prepare(130)
+    budget, chances = Budget(cost, 63), [0.9**level for level in range(60)]
+    usual = budget.choose(1, 1, chances)
+    budget.took(usual)
+    asked.clear()
+    beside = budget.choose(8193, 2, chances)
+    assert beside.num_nodes > usual.num_nodes, "a node adds less to a long round"
+    assert beside.seconds == pytest.approx(cost.seconds(8193 + beside.num_nodes))
+    assert len(asked) < 200, "only the counts that the round may have are looked at"
+    assert budget.choose(1, 1, chances) == usual
+
+
 def test_rounds_that_take_twice_as_long_do_so_at_any_context() -> None:
     cost = CostModel([5e-3 + 5e-5 * width for width in WIDTHS], context_cost=ContextCost(4e-8, 0))
     for _ in range(400):

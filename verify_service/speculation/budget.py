@@ -33,6 +33,9 @@ _CONTEXT_CHANGE = 0.01
 _ROUNDS_PER_SLOPES = 16
 """Rounds between updates of slopes, which only say where to stop looking for nodes that pay. On a CPU an update takes
 over a millisecond."""
+_MOST_KEPT = 256
+"""Token counts above this are those of rounds with prompts. Their times are computed when they are asked for: to follow
+all of them after each round would take longer the longer a prompt's chunks are, even after the last prompt."""
 _NO_COUNTS = range(0)
 
 
@@ -126,9 +129,13 @@ class CostModel:
 
     def after(self, tokens: int, count: int) -> tuple[list[float], list[float]]:
         """Return t of `tokens`, `tokens` + 1, ... (`count` values), and of each the least cost of any further token."""
-        if tokens + count > len(self._seconds_of):
-            self.prepare(2 * (tokens + count))
-        return self._seconds_of[tokens : tokens + count], self._slopes[tokens : tokens + count]
+        end = tokens + count
+        if end > len(self._seconds_of):
+            if end > _MOST_KEPT:
+                found = self._between(np.array([self.width(number) for number in range(tokens, end)])).tolist()
+                return found, _least_slopes(found)
+            self.prepare(2 * end)
+        return self._seconds_of[tokens:end], self._slopes[tokens:end]
 
     def seconds(self, tokens: int) -> float:
         """Return t of a round of so many tokens; past the last width it grows as it did between the last two."""
