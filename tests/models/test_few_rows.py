@@ -204,6 +204,23 @@ def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch
     assert torch.equal(features, given), "features are the caller's"
 
 
+def test_each_row_of_a_head_s_long_prompt_gets_the_input_given_for_it(model_path: Path, isa: Isa) -> None:
+    if not isa.has_dots("eight"):
+        pytest.skip("more than 64 rows run layer by layer")
+    head, count, found = shipped_head(model_path), MAX_ROWS + 30, []
+    assert head.stack.few is not None and head.stack.few.shape.given
+    features = torch.randn(count, head.feature_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for ends in ([count], [MAX_ROWS, count]):
+        kv, start, parts = head.new_kv(count), 0, []
+        for end in ends:
+            places = torch.arange(end)
+            batch = ForwardBatch(7 * places[start:], places[start:], [Segment(end - start, places)])
+            parts.append(head.forward(batch, features[start:end], kv, TorchAttention())[0])
+            start = end
+        found.append(torch.cat(parts))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_step_of_the_shipped_head_finds_what_its_parts_find(model_path: Path, noisy: bool) -> None:
     head = shipped_head(model_path)

@@ -147,7 +147,7 @@ def test_answers_have_the_same_bits_with_drafts_beside_others_and_after_preempti
     assert (drafted.scheduler.num_preemptions > 0) is (num_pages < 512)
 
 
-def test_prefixes_from_the_cache_change_no_bit_if_codes_are_multiplied_as_they_are(
+def test_neither_cached_prefixes_nor_drafts_change_a_bit_if_codes_are_multiplied_as_they_are(
     tmp_path: Path, isa: Isa, engines: list[ThreadedEngine]
 ) -> None:
     if not isa.has_dots("four"):
@@ -156,14 +156,18 @@ def test_prefixes_from_the_cache_change_no_bit_if_codes_are_multiplied_as_they_a
     round_to_four_bits(tmp_path)
     model = load_model(tmp_path, torch.bfloat16)
     jobs = [(prompt_of(150)[:length] + prompt_of(40), PARAMS) for length in (150, 110, 150, 70)]
-    told = []
-    for keep_prefixes, chunk_size in ((False, 512), (True, 80)):
+    told, texts = [], {}
+    for keep_prefixes, chunk_size, drafted in ((False, 512, False), (True, 80, False), (True, 80, True)):
         engine = make_engine(
             model, 512, keep_prefixes=keep_prefixes, chunk_size=chunk_size, steady_rows=model.steady_rows
         )
         engines.append(engine)
+        if drafted:
+            engine.draft_connected(LocalDraft(engine, VOCAB, oracle(texts, VOCAB)))
         engine.start()
-        answers = run_all(engine, jobs, width=1, speculate=False, max_tokens=10)
+        answers = run_all(engine, jobs, width=len(jobs) if drafted else 1, speculate=drafted, max_tokens=10)
         assert any(update.cached_prompt_tokens for one in answers for update in one.updates) is keep_prefixes
+        assert any(answer.num_accepted for answer in answers) is drafted
         told.append(told_by(answers))
-    assert told[0] == told[1]
+        texts = {tuple(prompt): prompt + one.token_ids for (prompt, _), one in zip(jobs, answers, strict=True)}
+    assert told[0] == told[1] == told[2]
