@@ -364,7 +364,7 @@ def kinds_table() -> str:
 def readme_table() -> str:
     """Return the table of README.md, with one line per configuration."""
     cpu, two, one = report(MT_BENCH), report("split_80_h200x2"), report("live_renewed_h200")
-    no_amx = report("mt_bench_avx512_cpu")
+    no_amx = report("mt_bench_avx512_bf16_cpu")
     inside, ranks = report("split_colocated_renewed_h200"), report("split_ranks_h200x2")
 
     def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
