@@ -62,8 +62,8 @@ class Queries(NamedTuple):
     Attributes:
         rows: number of rows, the next ones of the forward.
         slots: int64 [L], KV slots of the keys, in the order of the text.
-        mask: bool [rows, K], which of the last K keys each row sees; all rows see the keys before. None: all see all
-            keys.
+        mask: bool [rows, K], which of the last K keys each row sees; all rows see the keys before. None: the last keys
+            are the rows' own, and each row sees those up to its own.
     """
 
     rows: int
@@ -94,21 +94,6 @@ class DecoderStack:
         """Most rows of a forward for which this is the fastest way: any number if codes are multiplied as they are."""
         return sys.maxsize if needed_isa().has_dots(self.shape.kind) else MAX_ROWS
 
-    def plans(
-        self,
-        queries: Sequence[Queries],
-        own_slots: Tensor,
-        positions: Tensor,
-        angles: tuple[Tensor, Tensor],
-        caches: tuple[Sequence[Tensor], Sequence[Tensor]],
-    ) -> list[StackPlan]:
-        """Return plans of MAX_ROWS rows each, and one of the rest, which run one after the other. See `plan`.
-
-        If there are several, no row may see the key of a later one.
-        """
-        parts = zip(_pieces(queries), own_slots.split(MAX_ROWS), positions.split(MAX_ROWS), strict=True)
-        return [self.plan(*part, angles, caches) for part in parts]
-
     def plan(
         self,
         queries: Sequence[Queries],
@@ -136,8 +121,14 @@ class DecoderStack:
         return StackPlan(self.shape, table.copy(), queries, own_slots, positions, angles)
 
 
-def _pieces(queries: Sequence[Queries]) -> Iterator[list[Queries]]:
-    """Cut the queries into pieces of MAX_ROWS rows; the last may have fewer."""
+def pieces(
+    queries: Sequence[Queries], own_slots: Tensor, positions: Tensor
+) -> Iterator[tuple[list[Queries], Tensor, Tensor]]:
+    """Cut a forward into pieces of MAX_ROWS rows, to run one after the other; the last may have fewer.
+
+    If there are several, no row may see the key of a later one.
+    """
+    slots, places = iter(own_slots.split(MAX_ROWS)), iter(positions.split(MAX_ROWS))
     piece: list[Queries] = []
     room = MAX_ROWS
     for part in queries:
@@ -147,19 +138,28 @@ def _pieces(queries: Sequence[Queries]) -> Iterator[list[Queries]]:
             piece.append(_some_rows(part, first, last))
             first, room = last, room - (last - first)
             if not room:
-                yield piece
+                yield piece, next(slots), next(places)
                 piece, room = [], MAX_ROWS
     if piece:
-        yield piece
+        yield piece, next(slots), next(places)
 
 
 def _some_rows(part: Queries, first: int, last: int) -> Queries:
     """Return some of the rows, without the keys after the last that one of them sees."""
-    if part.mask is None or last - first == part.rows:
-        return part._replace(rows=last - first)
+    if last - first == part.rows:
+        return part
+    if part.mask is None:
+        return Queries(last - first, part.slots[: len(part.slots) - part.rows + last], None)
     mask = part.mask[first:last]
     unseen = mask.shape[1] - 1 - int(mask.any(0).nonzero()[-1])
     return Queries(last - first, part.slots[: len(part.slots) - unseen], mask[:, : mask.shape[1] - unseen])
+
+
+def mask_of(part: Queries) -> Tensor | None:
+    """Return the mask for the function, None if all rows see all keys. Pieces are small, so a mask costs little."""
+    if part.mask is None and part.rows > 1:
+        return torch.ones(part.rows, part.rows, dtype=torch.bool).tril()
+    return None if part.mask is None else part.mask.contiguous()
 
 
 def _address(value: Tensor | Packed | None) -> int:
@@ -198,7 +198,7 @@ class StackPlan:
         self._table, self._shape = table, shape
         self.rows = rows
         self._threads = products.num_threads()
-        masks = [None if part.mask is None else part.mask.contiguous() for part in queries]
+        masks = [mask_of(part) for part in queries]
         lines, items, first, most = [], [], 0, LANES // shape.group
         for number, (part, mask) in enumerate(zip(queries, masks, strict=True)):
             masked = (0, 0) if mask is None else (mask.data_ptr(), mask.shape[1])

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention_tiles import PLAIN_SCORES, ScoreRules
-from kernels.cpu.products import MAX_ROWS
 from kernels.cpu.stack import Queries
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear, RMSNorm
@@ -74,19 +73,8 @@ class ForwardBatch(TokenBatch):
 
     def queries(self) -> tuple[list[Queries], Tensor] | None:
         """See TokenBatch."""
-        found, own = [], []
-        for segment in self.segments:
-            count, slots, mask = segment.num_queries, segment.kv_slots, segment.mask
-            own.append(slots[-count:])
-            if mask is not None:
-                found.append(Queries(count, slots, mask))
-                continue
-            # Cut, since one mask of a long prompt would have its length squared.
-            for first in range(0, count, MAX_ROWS):
-                rows = min(count - first, MAX_ROWS)
-                seen = slots[: len(slots) - count + first + rows]
-                found.append(Queries(rows, seen, torch.ones(rows, rows, dtype=torch.bool).tril() if rows > 1 else None))
-        return found, torch.cat(own)
+        found = [Queries(part.num_queries, part.kv_slots, part.mask) for part in self.segments]
+        return found, torch.cat([part.kv_slots[-part.num_queries :] for part in self.segments])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kernels.attention_tiles import ScoreRules
 from kernels.cpu.layout import StackShape
-from kernels.cpu.stack import DecoderStack, LayerWeights, StackPlan
+from kernels.cpu.stack import DecoderStack, LayerWeights, StackPlan, pieces
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
@@ -378,7 +378,8 @@ class LayerStack:
         positions = batch.positions.long()
         # In bfloat16, as in rotations layer by layer.
         angles = self._rotary.tables(positions, torch.bfloat16)
-        return self.few.plans(*found, positions, angles, (kv.k_layers, kv.v_layers))
+        caches = kv.k_layers, kv.v_layers
+        return [self.few.plan(*piece, angles, caches) for piece in pieces(*found, positions)]
 
 
 class CausalLM(LanguageModel):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.layout import GROUP, StackShape
 from kernels.cpu.products import MAX_ROWS
-from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan
+from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan, pieces
 
 pytestmark = pytest.mark.usefixtures("isa")
 EPS, NUM_LAYERS = 1e-5, 2
@@ -115,7 +115,8 @@ def run(
     torch.set_num_threads(threads)
     try:
         first = 0
-        for plan in DecoderStack(of.shape, of.layers).plans(queries, own, positions, tables, caches):
+        for piece in pieces(queries, own, positions):
+            plan = DecoderStack(of.shape, of.layers).plan(*piece, tables, caches)
             rows = slice(first, first + plan.rows)
             plan.run(found[rows], {1: kept[rows]})
             first += plan.rows
@@ -194,15 +195,17 @@ def test_more_rows_run_in_pieces_and_have_the_same_bits(counts: list[int], seed:
     of, generator = layers_of(WIDE, 5 * MAX_ROWS + 20), torch.Generator().manual_seed(seed)
     slots = torch.randperm(5 * MAX_ROWS + 20, generator=generator)
     context, places = slots[:20], slots[20 : 20 + sum(counts)].split(counts)
-    queries = [
-        Queries(count, torch.cat((context, own)), tree_mask(count, generator))
-        for count, own in zip(counts, places, strict=True)
+    masks = [
+        tree_mask(count, generator) if number % 2 else torch.ones(count, count, dtype=torch.bool).tril()
+        for number, count in enumerate(counts)
     ]
+    explicit = [Queries(len(own), torch.cat((context, own)), mask) for own, mask in zip(places, masks, strict=True)]
+    queries = [part if number % 2 else part._replace(mask=None) for number, part in enumerate(explicit)]
     stream = torch.randn(sum(counts), WIDE.hidden, generator=generator).bfloat16()
     angles = angles_of(len(stream), WIDE.head_dim)
     found, caches = run(of, stream, queries, torch.cat(places), angles)
     first = 0
-    for part, own in zip(queries, places, strict=True):
+    for part, own in zip(explicit, places, strict=True):
         rows = slice(first, first + part.rows)
         by_itself, kept = run(of, stream[rows], [part], own, (angles[0][rows], angles[1][rows]))
         assert torch.equal(by_itself, found[rows])

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.cpu.head_step import Links, Stepped
 from kernels.cpu.isa import Isa
 from kernels.cpu.products import MAX_ROWS
+from kernels.cpu.stack import mask_of, pieces
 from kernels.expert_tiles import SWIGLU, Gating
 from kernels.experts import expert_linear, route
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
@@ -161,8 +162,10 @@ def test_masks_of_a_long_prompt_do_not_grow_with_the_square_of_its_length() -> N
     assert found is not None
     queries, own = found
     assert torch.equal(own, slots[100:])
-    assert sum(part.mask.numel() for part in queries if part.mask is not None) <= 2000 * MAX_ROWS
-    unseen = [(~part.mask).sum(1) for part in queries if part.mask is not None]
+    queries = [part for piece, _, _ in pieces(queries, own, own) for part in piece]
+    masks = [mask for part in queries if (mask := mask_of(part)) is not None]
+    assert sum(mask.numel() for mask in masks) <= 2000 * MAX_ROWS
+    unseen = [(~mask).sum(1) for mask in masks]
     counts = torch.cat([len(part.slots) - hidden for part, hidden in zip(queries, unseen, strict=True)])
     assert torch.equal(counts, torch.arange(101, 2101)), "all before it, and itself"
     assert all(torch.equal(part.slots, slots[: len(part.slots)]) for part in queries)
