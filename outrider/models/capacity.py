@@ -39,8 +39,14 @@ def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:
-    """Return the bytes that are free on the machine, but no more than a container's limit leaves."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes that are free on the machine, but no more than a container's limit leaves.
+
+    Pages of files count as free: the kernel drops them first, and a model's files alone may fill most of the memory.
+    """
+    # Imported here: doors do not need it.
+    import psutil
+
+    free: int = psutil.virtual_memory().available
     left = _left_in(cgroup)
     return free if left is None else max(0, min(free, left))
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from outrider.models.capacity import cpu_tokens, free_memory
 
 GIB = 2**30
 FREE = 8 * GIB
+_OTHERS = ("Buffers", "SReclaimable", "Shmem", "Active", "Inactive", "Slab")
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")
 
 
 @pytest.fixture(autouse=True)
-def eight_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"SC_AVPHYS_PAGES": FREE // 4096, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+def eight_free(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Eight GiB available, of which seven hold pages of files."""
+    folder = tmp_path_factory.mktemp("proc")
+    fields = ("MemTotal", 16), ("MemFree", 1), ("MemAvailable", 8), ("Cached", 7), *((name, 0) for name in _OTHERS)
+    (folder / "meminfo").write_text("".join(f"{name}: {size * GIB >> 10} kB\n" for name, size in fields))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(folder))
 
 
 @pytest.mark.parametrize(
