@@ -18,7 +18,6 @@ from outrider.drafting.model.burst import (
     BurstResult,
     Reroots,
     Seeds,
-    StepBuckets,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Run:
 
     def __init__(self, runner: ScriptedRunner, burst: Burst) -> None:
         self.runner, self.burst, self.shape = runner, burst, runner.shape
-        self.branching = StepBuckets(runner.shape).branching(len(burst.rows))
+        self.branching = runner.shape.branching_of(len(burst.rows))
         self.states = [runner.rows[state.row] for state in row_list(burst.rows)]
         self.free = [list(state.free) for state in row_list(burst.rows)]
         check(len({state.row for state in row_list(burst.rows)}) == len(burst.rows), "a row twice")

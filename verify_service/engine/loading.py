@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider.attention.flashinfer_backend import check_installed
-from outrider.cache.kv import KVCache
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
@@ -55,9 +54,8 @@ class RoundDraft:
     def token_bytes(self) -> int:
         """Bytes that drafting takes beside each token of the target's KV cache: the draft's KV, and features."""
         model = self.model
-        kv = KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
         width = model.feature_size if model.projection() is not None else len(model.feature_layers) * model.hidden_size
-        return kv + width * model.dtype.itemsize
+        return model.kv_bytes + width * model.dtype.itemsize
 
 
 def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path, LanguageModel]:

@@ -8,7 +8,6 @@ import torch
 
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
-from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.device import choose_device, gib, out_of_memory
 from outrider.drafting.base import Needs
@@ -81,7 +80,7 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     use_graphs = not options.disable_cuda_graph
     runner_options = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
     if not on_gpu:
-        shape = _with_pages(options, shape, cpu_tokens(_token_bytes(model)))
+        shape = _with_pages(options, shape, cpu_tokens(model.kv_bytes))
         return TorchRunner(model, shape, TorchAttention(), runner_options)
     with torch.cuda.device(model.device):
         shape = _with_pages(options, shape, _gpu_tokens(options, model, shape))
@@ -135,14 +134,10 @@ def _with_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> Burst
     return replace(shape, num_pages=num_pages, max_context=longest)
 
 
-def _token_bytes(model: DraftModel) -> int:
-    return KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
-
-
 def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> int:
     """Return the context tokens that fit in what --mem-fraction-static leaves beside weights, tree regions, features,
     blocks and logits."""
-    per_token = _token_bytes(model)
+    per_token = model.kv_bytes
     slots = shape.num_rows * shape.region
     beside = slots * (per_token + max(model.feature_size, model.state_size) * model.dtype.itemsize)
     beside += (shape.num_rows + 1) * model.block_bytes

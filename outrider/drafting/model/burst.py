@@ -188,6 +188,10 @@ class BurstShape:
     has_blocks: bool = False
     """Whether a root's forward guesses a block of tokens, so that steps below the root cost little."""
 
+    def branching_of(self, num_rows: int) -> int:
+        """Return the number of a node's candidates in bursts of `num_rows` requests."""
+        return (num_rows == 1 and self.lone_branching) or self.branching
+
     @property
     def most_branching(self) -> int:
         """Most candidates of a node in any burst."""
@@ -271,11 +275,7 @@ class StepBuckets:
         rows = self.rows[bisect_left(self.rows, num_rows)]
         found = self.widths[bisect_left(self.widths, min(max(width, rows), self.widths[-1]))]
         short = longest is not None and 0 < self._short_context >= longest
-        return StepBucket(found, rows, self.branching(rows), short and rows == 1 and found <= SHORT_WIDTH)
-
-    def branching(self, num_rows: int) -> int:
-        """Return the number of a node's candidates in bursts of `num_rows` requests."""
-        return (num_rows == 1 and self._shape.lone_branching) or self._shape.branching
+        return StepBucket(found, rows, self._shape.branching_of(rows), short and rows == 1 and found <= SHORT_WIDTH)
 
     def sizes(self) -> list[StepBucket]:
         """Return the distinct `StepBucket.sizes` of all buckets, largest first."""

@@ -288,7 +288,7 @@ class Planner:
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
-        branching = self._buckets.branching(len(rows))
+        branching = self._shape.branching_of(len(rows))
         width = self._width(num_forced, num_fresh, num_worth, len(rows), sum(left.tolist()))
         slot_limit = max(branching, _MAX_EVEN_SHARES * width * (num_steps + most_steps) // (2 * len(rows)))
         slot_limit = min(slot_limit, width * most_steps)
@@ -439,7 +439,7 @@ class Planner:
         plan.landed_steps += len(ran)
         is_spread = plan.landed_steps - plan.spreads_from >= _SPREAD_STEPS
         # A chain never has more than a node for each request.
-        most = self._buckets.branching(len(plan.rows)) * len(plan.rows)
+        most = self._shape.branching_of(len(plan.rows)) * len(plan.rows)
         enough = max(min(plan.burst.width // _FULL_STEP_PART, most), 1) if is_spread else 1
         plan.is_full = ran[-1] >= enough
         return self._land_forced(plan, result) if plan.forced else []
@@ -482,7 +482,7 @@ class Planner:
         if self._options.lockstep_steps or is_narrow:
             want = self._options.lockstep_width * num_rows
         else:
-            roomy = self._buckets.branching(num_rows) * (
+            roomy = self._shape.branching_of(num_rows) * (
                 _FRESH_WIDTH_FACTOR * num_fresh + _WIDTH_FACTOR * (num_rows - num_fresh)
             )
             want = min(max(num_chosen, roomy), left, max(_MAX_STEP_NODES, _STEP_NODES_PER_ROW * num_rows))

@@ -319,8 +319,7 @@ class RoundDrafter:
     def step_shape(self, num_rows: int) -> StepBucket:
         """Return the shape of steps behind rounds of `num_rows` rows: a few nodes per request, depth before width."""
         width = min(max(_LEAST_WIDTH, 2 * num_rows), self.shape.max_width)
-        branching = (num_rows == 1 and self.shape.lone_branching) or self.shape.branching
-        return StepBucket(width, num_rows, branching)
+        return StepBucket(width, num_rows, self.shape.branching_of(num_rows))
 
     def capture(self, shapes: Sequence[RoundShape], choices: Sequence[ChoiceShape]) -> None:
         """Capture extensions behind rounds of these shapes, steps, and choices. Overwrites the KV cache."""

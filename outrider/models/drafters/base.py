@@ -109,6 +109,11 @@ class DraftModel(ABC):
         """Return a cache of the model's shape, dtype and device."""
         return KVCache(self.num_layers, num_slots, self.num_kv_heads, self.head_dim, self.dtype, self.device)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of one token's keys and values in a cache from `new_kv`."""
+        return KVCache.bytes_per_slot(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
+
 
 class DraftHead(DraftModel):
     """An embedding, decoder layers and an output matrix; built empty, as `CausalLM` is.
