@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,7 @@ def get_int(
 
 def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """Return a finite number field; null counts as absent. Without a default the field is required."""
-    return float(
-        _get(
-            fields, name, default, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
-        )
-    )
+    return float(_get(fields, name, default, "a finite number", _is_finite))
 
 
 def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -87,6 +83,11 @@ def get_strings(fields: Mapping[str, Any], name: str) -> list[str]:
     """Return a field that is a list of strings; null counts as absent, and an absent one is empty."""
     found: list[str] = _get(fields, name, [], "a list of strings", _are_strings)
     return found
+
+
+def _is_finite(value: object) -> bool:
+    # An integer of hundreds of digits is no float.
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
 def _are_strings(value: object) -> bool:

@@ -139,6 +139,7 @@ def test_further_layers_in_a_list_of_those_that_rotate_are_passed_over() -> None
         ({"num_attention_heads": 5}, ["head_dim"]),
         ({"head_dim": 7}, ["head_dim", "even"]),
         ({"rms_norm_eps": "small"}, ["rms_norm_eps"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "a finite number"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
         ({**EXPERTS, "num_experts": None}, ["num_local_experts", "missing"]),
