@@ -110,7 +110,7 @@ class DraftStepCase:
 
 def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
     """Return an EAGLE-3 head of random weights with every fourth token as its vocabulary."""
-    config = eagle3_config(HEAD_8B, {"fc.weight"}, 32, 4096)
+    config = eagle3_config(HEAD_8B, {"fc.weight"}, 32)
     ids = torch.arange(0, 4 * config.draft_vocab_size, 4, dtype=torch.int32, device=device)
     head = Eagle3Head(config, dtype, device, ids)
     fill_random(head)
