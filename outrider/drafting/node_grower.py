@@ -36,7 +36,7 @@ _Entry = tuple[float, int, int, int, float, int]
 
 
 class GrowthQueue:
-    """The heap of one tree: nodes to expand and guesses to append, likeliest first.
+    """The heap of one tree: live nodes to expand, and guesses to append below such, likeliest first.
 
     Path scores start at the epoch's node 0, so re-rooting shifts them all alike and the heap keeps its order.
     A node is expanded only when nothing likelier is left to append, so no guesses are made once the credit is used up.
@@ -61,14 +61,8 @@ class GrowthQueue:
 
     def best(self) -> float:
         """Return the natural-log chance, from the root, of the best entry; -inf if none is worth it."""
-        while self._heap:
-            score = -self._heap[0][0] - self._root_score
-            if score < self.limits.path_score:
-                return _NOTHING
-            if self.author.is_live(self._heap[0][2]):
-                return score
-            heappop(self._heap)
-        return _NOTHING
+        score = -self._heap[0][0] - self._root_score if self._heap else _NOTHING
+        return score if score >= self.limits.path_score else _NOTHING
 
     @property
     def is_asking(self) -> bool:
@@ -91,8 +85,6 @@ class GrowthQueue:
 
     def offer(self, node_id: int, candidates: Iterable[Candidate]) -> None:
         """Take in the guesses of an expanded node."""
-        if not self.author.is_live(node_id):
-            return
         above = self.author.from_start(node_id)[0]
         for candidate in candidates:
             self._push(above + candidate.score, node_id, candidate.token, candidate.score, candidate.source)
@@ -307,7 +299,5 @@ class NodeGrower(Grower):
 def _forced(queue: GrowthQueue, node: FrontierNode) -> list[Candidate]:
     """Return the child that a grammar forces, if it allows just one: the target will commit that one."""
     guide = queue.author.guide
-    if guide is None or not queue.author.is_live(node.node):
-        return []
-    token = guide.forced(node.node)
+    token = None if guide is None else guide.forced(node.node)
     return [] if token is None else [Candidate(token, 0.0, 0)]

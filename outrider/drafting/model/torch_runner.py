@@ -221,7 +221,7 @@ class TorchRunner(BurstRunner):
         scores = torch.empty(len(nodes), branching)
         positions = torch.tensor([node.position for node in nodes])
         self._proposer(logits, torch.tensor(rows), positions, tokens, scores)
-        return tokens, scores.masked_fill_(scores > 0, -torch.inf)
+        return tokens, scores
 
     def _step_batch(
         self, places: Sequence[Tensor], frontier: HostFrontier, nodes: list[StepNode], rows: list[int], used: list[int]
