@@ -216,12 +216,11 @@ class NodeGrower(Grower):
     def work(self, deadline: float) -> None:
         """Let the drafter do what could wait, and restart the trees that it knows more about now."""
         for handle in self._drafter.work(deadline):
-            queue = self._queues.get(handle)
-            if queue is not None:
-                # Nodes expanded before the drafter knew the prompt have no guesses and give their children no context.
-                # Nodes of its own may be there: a grammar forced them.
-                queue.restart()
-                self.changed(queue.tree)
+            queue = self._queues[handle]
+            # Nodes expanded before the drafter knew the prompt have no guesses and give their children no context.
+            # Nodes of its own may be there: a grammar forced them.
+            queue.restart()
+            self.changed(queue.tree)
 
     def forget_target(self) -> None:
         """Let the drafter forget the target, since the next trees have another."""
