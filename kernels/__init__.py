@@ -1,4 +1,5 @@
-"""Triton kernels, each with a torch reference.
+"""Triton kernels, each with a torch reference. Launchers raise ValueError for arguments of shapes, dtypes, strides or
+sizes that they do not take.
 
 transformers probes for a package named `kernels` and breaks on one without a version, hence `__version__`.
 """

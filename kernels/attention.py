@@ -80,9 +80,6 @@ def tree_attention(
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
-
-    Raises:
-        ValueError: the shapes or numbers do not fit.
     """
     out = _checked(q, k_cache, v_cache, page_tables, num_splits, rules)
     if mask.shape[1] * 32 < max_row_tokens:
@@ -137,9 +134,6 @@ def prefill_attention(
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     out = _checked(q, k_cache, v_cache, page_tables, 1, rules)
     num_heads, head_dim = q.shape[1:]
@@ -207,9 +201,6 @@ def list_branches(
         page_tables: int32 [R, P], rows contiguous.
         base: logical position of tree slot 0 in every row's page table.
         page_size: tokens in a page.
-
-    Raises:
-        ValueError: the shapes or numbers do not fit.
     """
     if first.shape != (table_rows.shape[0] + 1,) or base < 0 or not mask.is_contiguous() or page_tables.stride(1) != 1:
         raise ValueError(f"{list(first.shape)} starts of {table_rows.shape[0]} rows, or a region at {base}")
@@ -265,9 +256,6 @@ def branch_attention(
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
-
-    Raises:
-        ValueError: the shapes or numbers do not fit.
     """
     if k_cache.dtype != q.dtype:
         raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype}; a tree region's are of one dtype")

@@ -21,9 +21,6 @@ def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Te
 
     Returns:
         int32 [M], KV slots of the tokens with a given feature, -1 for others; and the roots.
-
-    Raises:
-        ValueError: `injected` does not fit.
     """
     _check_injected(injected)
     width, num_rows = step.rows.shape[0], rows.table_rows.shape[0]
@@ -51,9 +48,6 @@ def lay_out_blocks(
         mask_token: token id of all places but the first.
         seen: int32 [M, region / 32], the tree slots that each of `roots.token_ids` sees, and `injected` of
             `find_roots`: blocks see the tree slots that are in both. None: they see no tree slot.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     words = 0 if seen is None else region // 32
     if seen is not None:
@@ -86,9 +80,6 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
         positions: int [R], of the roots.
         rows: [R * G, hidden], contiguous.
         logits: float32 [R * G, vocab_size], contiguous.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     guesses = blocks.logits.shape[0] // blocks.begins.shape[0]
     count = where.shape[0] * guesses
@@ -105,9 +96,6 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
         where: int [M], the nodes' requests; negative for padding.
         positions: int [M], of the nodes.
         added: float32 [M, vocab_size], contiguous, added to the logits.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     shape = (where.shape[0], blocks.logits.shape[1])
     if added is not None and (added.shape != shape or added.dtype != torch.float32 or not added.is_contiguous()):
@@ -132,9 +120,6 @@ def read_inputs(
 
     Returns:
         [M, state_size + rank + hidden].
-
-    Raises:
-        ValueError: the dtypes differ, or the embedding is not contiguous.
     """
     if not memory.dtype == embedding.dtype == blocks.rows.dtype or not embedding.is_contiguous():
         raise ValueError(f"memory {memory.dtype} and embedding {embedding.dtype} for rows {blocks.rows.dtype}")

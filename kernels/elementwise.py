@@ -18,9 +18,6 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns:
         [M, K] of the dtype of `rows`.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if rows.dim() != 2 or weight.shape != rows.shape[1:]:
         raise ValueError(f"rms_norm of {tuple(rows.shape)} with a weight of {tuple(weight.shape)}")
@@ -37,9 +34,6 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
 
     Returns:
         (sum, its norm), [M, K] each, of the dtype of `stream`.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if stream.dim() != 2 or weight.shape != stream.shape[1:] or part.shape != stream.shape:
         raise ValueError(f"{tuple(stream.shape)} plus {tuple(part.shape)} with a norm of {tuple(weight.shape)}")
@@ -51,9 +45,6 @@ def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """Return silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
 
     With `gelu`, use gelu(gate), approximated by tanh, instead of silu(gate).
-
-    Raises:
-        ValueError: `gate_up` is not a matrix with an even number of columns.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate_mul of {tuple(gate_up.shape)}")
@@ -71,9 +62,6 @@ def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         the output, tanh(output), and the new memory, sigmoid(keep) * memory + (1 - sigmoid(keep)) * tanh(new), each
         [M, R] in the dtype of `joint`.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if joint.shape != (memory.shape[0], 3 * memory.shape[1]) or not joint.is_contiguous() or memory.stride(1) != 1:
         raise ValueError(f"a cell of {list(joint.shape)} with a memory of {list(memory.shape)}")
@@ -117,9 +105,6 @@ def rope_write(
 
     Returns:
         q [M, H, D] in the heads' dtype.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
     _check_write(heads, k_cache, v_cache, num_heads, qk_norm, (num_heads + kv_heads, dim))
@@ -147,9 +132,6 @@ def write_keys(
         k_cache: [L, S, KVH, D]; `v_cache` likewise.
         k_norm: [L, KVH, D], weights of an RMS norm over each key head before rotation.
         eps: added to the mean square.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     layers, _, kv_heads, dim = k_cache.shape
     if heads.shape[1] != layers:

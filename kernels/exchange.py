@@ -36,9 +36,6 @@ def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two
 
     Returns:
         [M, width]: the same bits on all ranks.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     return _sum(boxes, rows, residual, None, 0.0, two_shot)[0]
 
@@ -60,9 +57,6 @@ def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
     """Return all ranks' `rows` side by side in the order of ranks: [M, columns] to [M, world * columns].
 
     `columns` must be a multiple of the mailboxes' width; a row takes columns / width rows of the mailboxes.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     pieces, rest = divmod(rows.shape[-1], boxes.width)
     if rows.dim() != 2 or rest or not 0 < pieces <= boxes.max_rows or not rows.is_contiguous():

@@ -21,14 +21,11 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
     logits the lower expert number comes first; NaN counts as the lowest logit.
 
     Args:
-        logits: float32 [M, E], contiguous.
+        logits: float32 [M, E], contiguous; E at most MAX_EXPERTS.
         num_active: K, 1 to E.
         normed: whether a token's weights add up to one.
         slots: int32 [M]; tokens whose slot is negative are padding and get no expert.
         tile: places in a tile; 0 for the default size (`tile_of`).
-
-    Raises:
-        ValueError: the shapes do not fit, or there are more than MAX_EXPERTS.
     """
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"route takes contiguous float32 logits [M, E], got {logits.dtype} {list(logits.shape)}")
@@ -79,9 +76,6 @@ def expert_linear(
 
     Returns:
         [M * K, O or F] in the dtype of `rows`; rows of padding pairs are undefined.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     num_tokens, num_active = routes.experts.shape
     if isinstance(weight, QuantWeight):
@@ -106,11 +100,7 @@ def expert_linear(
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
-    """Return residual [M, H] plus the weighted sum of each token's pairs [M * K, H], in float32, rounded once.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
-    """
+    """Return residual [M, H] plus the weighted sum of each token's pairs [M * K, H], in float32, rounded once."""
     num_tokens, num_active = routes.experts.shape
     wanted = (num_tokens * num_active, residual.shape[-1])
     if pairs.shape != wanted or residual.shape[0] != num_tokens or pairs.dtype != residual.dtype:

@@ -29,9 +29,6 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
         pool: its seeds are overwritten.
         rows: of the burst; slot masks of their table rows keep only bits in `live`. Padding rows have nothing live.
         plan: where slot masks lie.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if header.shape != (HEADER_WORDS,) or seeds.shape != (NUM_FIELDS, pool.max_seeds):
         raise ValueError(f"a header of {list(header.shape)} and seeds of {list(seeds.shape)} do not fit the pool")
@@ -59,9 +56,6 @@ def reroot_pool(
             path score, bits of a float32; NUM_NEW_SLOTS, followed by that many tree slots. A row with -1 in both of the
             first two keeps its root.
         step_size: entries that a step adds to the pool.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if reroots.shape != (rows.table_rows.shape[0], REROOT_WORDS + rows.free.shape[1]) or not reroots.is_contiguous():
         raise ValueError(f"new roots of {list(reroots.shape)} do not fit {list(rows.free.shape)} free tree slots")
@@ -77,9 +71,6 @@ def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
         pool: its seeds from FIRST_SEED on are overwritten.
         seeds: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_NEW_SEEDS, at most E; two unused words;
             then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_NEW_SEEDS is at most max_seeds.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if seeds.dim() != 1 or seeds.shape[0] < SEED_HEADER_WORDS or (seeds.shape[0] - SEED_HEADER_WORDS) % NUM_FIELDS:
         raise ValueError(f"further seeds of {list(seeds.shape)} do not have {NUM_FIELDS} fields")
@@ -99,9 +90,6 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
         header: see begin_burst; only seeds and candidates of steps before the header's step are considered.
         pool: candidates of step s begin at max_seeds + s * M * branching. At most MAX_ENTRIES entries.
         branching: candidates of a node.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_width(step)
     fits = pool.capacity <= min(step.keys.shape[0], MAX_ENTRIES) and pool.entries.is_contiguous()
@@ -120,9 +108,6 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
     masks and raises the rows' next_free. An entry without a fixed slot takes the next free one of its row; once none is
     left, such entries of the row are left out. If the plan has a `lag`, an entry that needs the feature of a parent in
     the same step waits for the next step, and so do the entries below it.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_width(step)
     if step.mask.shape[1] != plan.slot_masks.shape[2] or not step.mask.is_contiguous():
@@ -144,9 +129,6 @@ def append_candidates(
         scores: float32 [M, k], their edge scores, at most 0.
         results: int32 [S, M * (2 + 2 * k)]; the row of the header's step is written: picked [M], slots [M], tokens [M,
             k], scores [M, k] (bits); -1, -1, -1 and -inf where there is nothing.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     width, branching = tokens.shape
     if scores.shape != tokens.shape or width != step.order.shape[0]:

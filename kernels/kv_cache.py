@@ -57,9 +57,6 @@ def compact(
         accepted: int32 [B, D_max], places of the accepted nodes in the round, parents first; rows contiguous.
         num_tokens: int32 [B], committed tokens: the accepted nodes and the bonus token; may be a column of a matrix.
         page_size: tokens in a page.
-
-    Raises:
-        ValueError: the caches differ or are not contiguous.
     """
     k, v = _bits(k, v)
     if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
@@ -77,9 +74,6 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
     Args:
         k: [L, S, KVH, D], contiguous, written in place; `v` likewise.
         moves: int32 [N, 2], contiguous: source and target slot; pairs with a negative slot are skipped.
-
-    Raises:
-        ValueError: the caches differ or are not contiguous, or `moves` does not hold pairs.
     """
     k, v = _bits(k, v)
     if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int32 or not moves.is_contiguous():
@@ -90,7 +84,7 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
 
 
 def _bits(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """View eight-bit caches as bytes for copying: torch cannot index eight-bit floats. ValueError: see `compact`."""
+    """View eight-bit caches as bytes for copying: torch cannot index eight-bit floats. Raises ValueError."""
     if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
         raise ValueError("k and v must be contiguous and alike")
     return (k.view(torch.uint8), v.view(torch.uint8)) if k.element_size() == 1 else (k, v)

@@ -65,9 +65,6 @@ def stream_linear(
         out_dtype: dtype of the result; that of `rows` if None.
         out: [M, N or F] of `out_dtype`, contiguous, written and returned; a new tensor if None.
         config: how to cut the work; chosen by shape if None.
-
-        Raises:
-            ValueError: there are too many rows, or the shapes or dtypes do not fit.
     """
     num_out = _weight_shape(weight)[0] // (2 if gated else 1)
     dtype = out_dtype if out_dtype is not None else rows.dtype if out is None else out.dtype
@@ -208,9 +205,6 @@ def norm_linear(
 
     Returns:
         [M, N or F] of the dtype of `rows`.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     num_out = weight.shape[0] // (2 if gated else 1)
     whole = norm is not None or gated
@@ -260,9 +254,6 @@ def norm_qkv(
 
     Returns:
         q [M, H, D] in the rows' dtype.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
     _check_rows(rows, weight, norm, bias, whole=True)
@@ -340,9 +331,6 @@ def fp8_linear(
     once, without conversion. A row's parts are exact for all numbers that are at least 2^-13 of its largest; smaller
     ones are off by 2^-21 of the largest. The two products are rounded to bfloat16 before they are added in float32. The
     library that multiplies them does not document what a row's result depends on.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     num_out = weight.num_out // (2 if gated else 1)
     shape = (rows.shape[0], num_out)

@@ -43,9 +43,6 @@ def propose(
         vocab_limit: target ids from this on are illegal: neither proposed nor part of the softmax.
         target_ids: int32 [V], the target's id of each draft token; None if the ids are the same. Negative ids are
             illegal.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     count, size = logits.shape
     _check(logits, rows, positions, buffers, tokens, scores)

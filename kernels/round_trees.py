@@ -44,9 +44,6 @@ def lay_out_committed(
         page_size: tokens in a page.
         lag: a token's position minus its KV position in the drafter: 1 with features, otherwise 0.
         spare: value of `sources` for slots without a token.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     num_rows = tokens.table_rows.shape[0]
     if out.table_rows.shape[0] != num_rows or drafts.shape[0] != num_rows or committed.shape[0] != num_rows:
@@ -73,9 +70,6 @@ def plant_roots(
         scores: float32 [B, k], their edge scores, at most 0.
         floor: nodes with a path score below this are not run.
         lag: see lay_out_committed. With a lag, the feature of row b's last token is the given feature b.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     num_rows, branching = tokens.shape
     if header.shape != (HEADER_WORDS,) or scores.shape != tokens.shape or pool.max_seeds != num_rows * branching:
@@ -120,9 +114,6 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
             base's.
         scores: float32 [M], written: path scores of grown nodes, including those that a row already had; 1 for other
             tokens.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if out.token_ids.shape != base.token_ids.shape or trees.order.shape[0] > base.token_ids.shape[0]:
         raise ValueError(f"{trees.order.shape[0]} nodes for a round of {base.token_ids.shape[0]} tokens")

@@ -21,9 +21,6 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor |
         positions: int32 [N], absolute position of the token to be sampled.
         vocab_size: V; ignored with `token_ids`.
         token_ids: int32 [N, K].
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     count = positions.shape[0]
     if keys.shape != (count, 3) or keys.stride(1) != 1:
@@ -65,9 +62,6 @@ def sample_rows(
         vocab_mask: int32 [M, ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed. Read for requests
             with the flag MASKED; required if there are any.
         lossy: for requests with an acceptance threshold below 1, also keep what `walk` needs to apply it.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
     """
     num_tokens = tokens.token_ids.shape[0]
     if logits.dim() != 2 or logits.shape[0] < num_tokens or logits.shape[1] < vocab_size or logits.stride(1) != 1:
@@ -103,9 +97,6 @@ def logprobs(
         tables: parameters of the requests.
         walked: as `walk` left it.
         out: of the same B and D as `walked`.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     if out.logprobs.shape != walked.tokens.shape:
         raise ValueError(f"outputs of {tuple(out.logprobs.shape)} for a walk of {tuple(walked.tokens.shape)}")

@@ -34,9 +34,6 @@ def expand_tree(
         path: [M, D], filled: entry k is the place within the row of the token's ancestor at position cached_len[b] + k,
             up to the token itself; -1 after it and for padding.
         int_params: [R, 8], see SamplingTables. If given, a row's LAST_TOKEN replaces its token ids of -1.
-
-    Raises:
-        ValueError: the outputs are too small for the round or not contiguous.
     """
     if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
@@ -70,9 +67,6 @@ def walk(
         vocab_size: V.
         lossy: apply acceptance thresholds, as outrider.sampling.sampler does, to requests that have a temperature and a
             threshold below 1; `sample_rows` must have had the same flag.
-
-    Raises:
-        ValueError: `out` has too few rows.
     """
     num_rows = tokens.root.shape[0]
     if out.num_tokens.shape[0] < num_rows:
