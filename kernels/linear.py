@@ -16,6 +16,7 @@ from kernels.linear_configs import (
     choose_config,
     fits_row_kernel,
     qkv_config,
+    quantized_config,
     row_config,
 )
 from kernels.quant_weight import MAX_PIECE, QuantWeight
@@ -115,16 +116,17 @@ def ring_pays(weight: QuantWeight, dtype: torch.dtype) -> bool:
 def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
     """Return how `stream_linear` cuts its work by default."""
     num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
-    processors, kind, piece = num_processors(rows), None, 0
-    bits, grouped = 16, False
+    processors, bits, grouped = num_processors(rows), 16, False
     if isinstance(weight, QuantWeight):
-        kind, piece = weight.kind, weight.piece
         bits, grouped = 16 // weight.per_word, weight.group != size or weight.zeros is not None
     if rows.dtype == torch.bfloat16 and has_wgmma(rows) and fits_ring(weight):
         config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits, grouped)
         if config is not None:
             return config
-    return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)
+    told = (num_out, size, rows.shape[0], gated, rows.element_size(), processors)
+    return (
+        quantized_config(*told, weight.kind, weight.piece) if isinstance(weight, QuantWeight) else choose_config(*told)
+    )
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:

@@ -85,39 +85,17 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
     (49152, 4096, False, 16): GemmConfig(64, 64, stages=8, prefetch=4, bulk=False),
     (49152, 4096, False, 32): GemmConfig(128, 64, stages=3, tma=True),
     (49152, 4096, False, 64): GemmConfig(128, 128, stages=4),
-    # SmolLM2-135M, a draft model: bound by latency, so narrow tiles with all their steps in flight. 1.1 (gated) to 1.5
-    # times as fast as cuBLAS; both read its output matrix at 3.2 to 3.4 TB/s.
+    # Queries, keys and values of SmolLM2-135M, where `norm_qkv` cannot write them: bound by latency, so narrow tiles with
+    # all their steps in flight. Its other products are those of kernels.jit.row_linear.
     (960, 576, False, 16): GemmConfig(64, 128, stages=6, prefetch=8, bulk=False),
     (960, 576, False, 32): GemmConfig(16, 64, stages=8, warps=2, swap=False, prefetch=8, bulk=False),
     (960, 576, False, 64): GemmConfig(32, 128, stages=3, swap=False, prefetch=8, bulk=False),
-    (576, 576, False, 16): GemmConfig(64, 64, stages=8, prefetch=8, bulk=False),
-    (576, 576, False, 32): GemmConfig(16, 64, stages=8, warps=2, swap=False, prefetch=8, bulk=False),
-    (576, 576, False, 64): GemmConfig(32, 128, stages=3, swap=False, prefetch=8, bulk=False),
-    (1536, 576, True, 16): GemmConfig(64, 64, stages=7, prefetch=32),
-    (1536, 576, True, 32): GemmConfig(64, 64, stages=7, prefetch=32),
-    (576, 1536, False, 16): GemmConfig(32, 128, split_k=4, swap=False, prefetch=2),
-    (576, 1536, False, 32): GemmConfig(16, 128, stages=8, swap=False, prefetch=8, bulk=False),
-    (576, 1536, False, 64): GemmConfig(16, 256, stages=3, swap=False, prefetch=8, bulk=False),
 }
 
 
-def choose_config(
-    num_out: int,
-    size: int,
-    num_rows: int,
-    gated: bool,
-    itemsize: int,
-    processors: int,
-    kind: str | None = None,
-    piece: int = 0,
-) -> GemmConfig:
-    """Return a config for weights [num_out, size] ([2 num_out, size] if gated) and M up to tile_rows(num_rows).
-
-    `kind` and `piece` are those of the QuantWeight, for quantized weights; `itemsize` is that of the rows.
-    """
+def choose_config(num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, processors: int) -> GemmConfig:
+    """Return a config for weights [num_out, size] ([2 num_out, size] if gated) and M up to tile_rows(num_rows)."""
     rows = tile_rows(num_rows)
-    if kind is not None:
-        return _quantized_config(num_out, size, num_rows, gated, itemsize, processors, kind, piece)
     tuned = _TUNED.get((num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
@@ -134,10 +112,12 @@ def choose_config(
     return replace(config, split_k=_split(config, num_out, size, processors))
 
 
-def _quantized_config(
+def quantized_config(
     num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, processors: int, kind: str, piece: int
 ) -> GemmConfig:
-    """Return a config for quantized weights, which are converted in registers: several programs a processor hide that.
+    """Return a config like `choose_config` for a QuantWeight of `kind` and `piece`; `itemsize` is that of the rows.
+
+    Weights are converted in registers: several programs a processor hide that.
 
     If the steps divide well, all programs run at once, each with one stretch of one tile: a program that moves on to
     another tile has nothing in flight meanwhile. An 8B model's products of one row, run in the model's order, take an
@@ -276,7 +256,7 @@ def row_kernel_pays(num_rows: int, num_out: int, size: int, whole: bool, gated: 
 def fits_qkv_kernel(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
     """Whether `norm_qkv` takes rows [num_rows, size]. `head_norm`: heads are normed, so a program takes whole heads."""
     config = qkv_config(size, head_dim, head_norm)
-    return fits_row_kernel(num_rows, size) and config.tile <= head_dim and config.holds(num_rows, size)
+    return fits_row_kernel(num_rows, size) and config.holds(num_rows, size)
 
 
 def qkv_config(size: int, head_dim: int, head_norm: bool) -> RowConfig:
