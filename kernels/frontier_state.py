@@ -188,12 +188,12 @@ class BlockStore(NamedTuple):
 
 
 class BlockRoots(NamedTuple):
-    """The roots of the blocks of R requests. Tensors on the device, int32 except for `places`."""
+    """The roots of the blocks of R requests. int32 tensors on the device."""
 
     token_ids: Tensor
     """[M], tokens that include the roots."""
     places: Tensor
-    """int32 or int64 [R], index of the root in `token_ids`; read only where there is a root."""
+    """[R], index of the root in `token_ids`; read only where there is a root."""
     there: Tensor
     """[R], negative where there is no root."""
     positions: Tensor
@@ -227,33 +227,29 @@ class BlockLayout(NamedTuple):
 class CommittedTokens(RoundTokens):
     """The tokens that a round committed, laid out for a drafter's forward: E slots over the round's B rows.
 
-    Fields of RoundTokens are int32. `positions` and `cached_len` are places in the drafter's page tables, which may
+    All fields are int32. `positions` and `cached_len` are places in the drafter's page tables, which may
     leave out pages of the sequence. Each token's parent is the token before it in its row. `root` is the slot of a
     row's last token, 0 for rows without tokens.
     """
 
     rotary: Tensor
-    """int32 [E], KV position of the token in the sequence, with no pages left out."""
+    """[E], KV position of the token in the sequence, with no pages left out."""
     context_len: Tensor
-    """int32 [B], places of the row once these tokens are context; 0 for rows without tokens."""
-
+    """[B], places of the row once these tokens are context; 0 for rows without tokens."""
     sources: Tensor
-    """int64 [E], the target's KV slot of the position before the token, whose feature it takes; `spare` for padding."""
-    last: Tensor
-    """int64 [B], same as `root`."""
+    """[E], the target's KV slot of the position before the token, whose feature it takes; `spare` for padding."""
     draft_rows: Tensor
-    """int32 [B], `table_rows` where the row has tokens, otherwise -1."""
+    """[B], `table_rows` where the row has tokens, otherwise -1."""
     root_positions: Tensor
-    """int32 [B], position in the sequence of the row's last token; 0 for rows without tokens."""
+    """[B], position in the sequence of the row's last token; 0 for rows without tokens."""
 
-    _OF_ROWS: ClassVar = RoundTokens._OF_ROWS | {"context_len", "last", "draft_rows", "root_positions"}
+    _OF_ROWS: ClassVar = RoundTokens._OF_ROWS | {"context_len", "draft_rows", "root_positions"}
 
     @classmethod
     def new(cls, num_tokens: int, num_rows: int, device: torch.device) -> CommittedTokens:
         """Return memory for `num_tokens` tokens of `num_rows` rows."""
-        kinds = dict.fromkeys(("sources", "last"), torch.int64)
         sizes = cls.sizes(num_tokens, num_rows).items()
-        return cls(**{name: torch.zeros(n, dtype=kinds.get(name, torch.int32), device=device) for name, n in sizes})
+        return cls(**{name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kernels.sampling_state import RoundTokens
 def _lay_out_committed(
     positions, root, table_rows, num_tokens, committed, drafts, page_tables, shifts,
     out_tokens, out_positions, out_rotary, out_parents, out_rows, out_first, out_root, out_tables, out_cached,
-    out_context, out_sources, out_last, out_draft_rows, out_root_positions,
+    out_context, out_sources, out_draft_rows, out_root_positions,
     num_slots, num_rows, num_stride, committed_stride, table_stride, lag, spare,
     LANES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _lay_out_committed(
     tl.store(out_rotary + slot, zero, mask=inside)
     tl.store(out_parents + slot, zero - 1, mask=inside)
     tl.store(out_rows + slot, zero - 1, mask=inside)
-    tl.store(out_sources + slot, (zero + spare).to(tl.int64), mask=inside)
+    tl.store(out_sources + slot, zero + spare, mask=inside)
     # Other threads write slots with a token again.
     tl.debug_barrier()
 
@@ -60,12 +60,10 @@ def _lay_out_committed(
         tl.store(out_rotary + place, position - lag, mask=there)
         tl.store(out_parents + place, tl.where(index > 0, place - 1, -1), mask=there)
         tl.store(out_rows + place, row, mask=there)
-        tl.store(out_sources + place, (page * PAGE + (position - 1) % PAGE).to(tl.int64), mask=there)
+        tl.store(out_sources + place, page * PAGE + (position - 1) % PAGE, mask=there)
     tl.store(out_first + row, first, mask=real)
     tl.store(out_first + num_rows, tl.sum(count, 0))
-    last = tl.where(has, end - 1, 0)
-    tl.store(out_root + row, last, mask=real)
-    tl.store(out_last + row, last.to(tl.int64), mask=real)
+    tl.store(out_root + row, tl.where(has, end - 1, 0), mask=real)
     tl.store(out_tables + row, table_row, mask=real)
     tl.store(out_cached + row, tl.where(has, begin - lag - gap, 0), mask=real)
     tl.store(out_context + row, tl.where(has, begin + count - lag - gap, 0), mask=real)
@@ -247,7 +245,7 @@ def lay_out_committed(
     _lay_out_committed[(1,)](
         tokens.positions, tokens.root, tokens.table_rows, num_tokens, committed, drafts, page_tables, shifts,
         out.token_ids, out.positions, out.rotary, out.parents, out.rows, out.first, out.root, out.table_rows,
-        out.cached_len, out.context_len, out.sources, out.last, out.draft_rows, out.root_positions,
+        out.cached_len, out.context_len, out.sources, out.draft_rows, out.root_positions,
         slots, rows, num_tokens.stride(0), committed.stride(0), page_tables.stride(0), lag, spare,
         LANES=_lanes(slots, rows), PAGE=page_size, num_warps=4,
     )  # fmt: skip

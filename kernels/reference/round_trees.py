@@ -54,7 +54,7 @@ def lay_out_committed(
         out.table_rows[row] = table_row
         out.cached_len[row] = begin - lag - gap if count else 0
         out.context_len[row] = begin + count - lag - gap if count else 0
-        out.root[row] = out.last[row] = place - 1 if count else 0
+        out.root[row] = place - 1 if count else 0
         out.draft_rows[row] = table_row if count else -1
         out.root_positions[row] = begin + count - 1 if count else 0
     out.first[tokens.table_rows.shape[0]] = place

@@ -178,7 +178,7 @@ MAX_COMMITTED = 32
 """Largest number of tokens that a round commits for one request."""
 
 FeatureRows = Callable[[Tensor], Tensor]
-"""Returns the target's features [N, feature_size] of KV slots int64 [N], as the drafter takes them; may be captured."""
+"""Returns the target's features [N, feature_size] of KV slots int32 [N], as the drafter takes them; may be captured."""
 
 
 class RoundResults(NamedTuple):
@@ -302,7 +302,7 @@ class RoundDrafter:
         """
         given = None
         if self._features is not None:
-            given = self._features(put(feature_slots, self._model.device).long())
+            given = self._features(put(feature_slots, self._model.device))
         self._contexts.run_at(chunks, given)
 
     def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
@@ -371,7 +371,7 @@ class RoundDrafter:
         if isinstance(self._steps, BlockSteps) and isinstance(model, BlockHead):
             model.extend(batch, given, batch.slots, kv, self._attention)
             length = out.root_positions
-            at = BlockRoots(out.token_ids, out.last, out.draft_rows, length, out.table_rows, out.context_len)
+            at = BlockRoots(out.token_ids, out.root, out.draft_rows, length, out.table_rows, out.context_len)
             layout = self._steps.run_blocks(at)
             nothing = torch.zeros(length.shape[0], model.state_size, dtype=model.dtype, device=length.device)
             logits, left = self._steps.read(layout.rows, layout.tokens, length, nothing)
@@ -380,9 +380,9 @@ class RoundDrafter:
             return logits
         hidden, features = model.forward(batch, given, kv, self._attention)
         if store is not None and features is not None:
-            into = store[self.memory.first_given :][: out.last.shape[0], : self.shape.feature_size]
-            into.copy_(features.index_select(0, out.last))
-        return model.logits(hidden.index_select(0, out.last))
+            into = store[self.memory.first_given :][: out.root.shape[0], : self.shape.feature_size]
+            into.copy_(features.index_select(0, out.root))
+        return model.logits(hidden.index_select(0, out.root))
 
     def _choose(self, shape: ChoiceShape) -> None:
         """Choose the best nodes of all trees; may be captured."""
