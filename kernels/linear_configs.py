@@ -85,8 +85,8 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
     (49152, 4096, False, 16): GemmConfig(64, 64, stages=8, prefetch=4, bulk=False),
     (49152, 4096, False, 32): GemmConfig(128, 64, stages=3, tma=True),
     (49152, 4096, False, 64): GemmConfig(128, 128, stages=4),
-    # Queries, keys and values of SmolLM2-135M, where `norm_qkv` cannot write them: bound by latency, so narrow tiles with
-    # all their steps in flight. Its other products are those of kernels.jit.row_linear.
+    # Queries, keys and values of SmolLM2-135M, if `norm_qkv` cannot write them: bound by latency, so narrow tiles with
+    # all their steps in flight. kernels.jit.row_linear computes its other products.
     (960, 576, False, 16): GemmConfig(64, 128, stages=6, prefetch=8, bulk=False),
     (960, 576, False, 32): GemmConfig(16, 64, stages=8, warps=2, swap=False, prefetch=8, bulk=False),
     (960, 576, False, 64): GemmConfig(32, 128, stages=3, swap=False, prefetch=8, bulk=False),

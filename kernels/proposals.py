@@ -45,20 +45,6 @@ def propose(
             illegal.
     """
     count, size = logits.shape
-    _check(logits, rows, positions, buffers, tokens, scores)
-    if target_ids is not None and (target_ids.shape != (size,) or target_ids.dtype != torch.int32):
-        raise ValueError(f"target ids of {list(target_ids.shape)} {target_ids.dtype} for {size} draft tokens")
-    if count == 0:
-        return
-    backend(logits, "proposals").propose(
-        logits, rows, positions, tables, buffers, tokens, scores, vocab_limit, target_ids
-    )
-
-
-def _check(
-    logits: Tensor, rows: Tensor, positions: Tensor, buffers: ProposeBuffers, tokens: Tensor, scores: Tensor
-) -> None:
-    count, size = logits.shape
     if rows.shape != (count,) or positions.shape != (count,) or (size > 1 and logits.stride(1) != 1):
         raise ValueError(f"logits of {list(logits.shape)} for {rows.shape[0]} rows and {positions.shape[0]} positions")
     branching = tokens.shape[1]
@@ -68,3 +54,10 @@ def _check(
         raise ValueError("tokens and scores must be contiguous")
     if buffers.tops.shape[0] < count or buffers.tops.shape[1] != -(-size // GROUP):
         raise ValueError(f"buffers of {list(buffers.tops.shape)} for logits of {list(logits.shape)}")
+    if target_ids is not None and (target_ids.shape != (size,) or target_ids.dtype != torch.int32):
+        raise ValueError(f"target ids of {list(target_ids.shape)} {target_ids.dtype} for {size} draft tokens")
+    if count == 0:
+        return
+    backend(logits, "proposals").propose(
+        logits, rows, positions, tables, buffers, tokens, scores, vocab_limit, target_ids
+    )

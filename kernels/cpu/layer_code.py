@@ -167,19 +167,8 @@ class _Layer:
         The result of the first tile and row goes to `target`, that of the next row `width` bytes later.
         """
         first = self.code.minus(target, self.code.times(bounds[0], _TILE_BYTES))
-        blocks = size // GROUP
-        self.code.run(
-            f"tiles_{self.shape.kind}",
-            source,
-            2 * size,
-            weights,
-            first,
-            width,
-            blocks,
-            *bounds,
-            self.rows,
-            self.prepared,
-        )
+        name, blocks = f"tiles_{self.shape.kind}", size // GROUP
+        self.code.run(name, source, 2 * size, weights, first, width, blocks, *bounds, self.rows, self.prepared)
 
     def _write_heads(self, some: int, ahead: Callable[[], None]) -> None:
         code, shape, count = self.code, self.shape, self.shape.num_all

@@ -30,20 +30,9 @@ _ROUNDED = 128
 _TOGETHER = 256
 """Rows that are prepared at once; each thread prepares them for itself."""
 _PRODUCT = (
-    "x",
-    "row_stride",
-    "w",
-    "y",
-    "out_stride",
-    "blocks",
-    "tiles",
-    "count",
-    "prepared",
-    "chunk",
-    "chunks",
-    "counters",
+    "x", "row_stride", "w", "y", "out_stride", "blocks", "tiles", "count", "prepared", "chunk", "chunks", "counters",
     "counter_bytes",
-)
+)  # fmt: skip
 
 
 class Packed(NamedTuple):

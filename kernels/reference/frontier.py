@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,11 @@ from kernels.frontier_state import (
 )
 
 _NEVER = float("-inf")
+_PADDING = {
+    "token_ids": 0, "rotary": 0, "rows": -1, "table_rows": -1, "kv_slots": -1, "mask": 0, "picked": -1, "slots": -1,
+    "positions": 0, "bases": _NEVER, "order": -1,
+}  # fmt: skip
+"""Values of a step's places without a token, except for `sources` and `targets`."""
 
 
 def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
@@ -93,17 +100,19 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
 
 def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """Implement kernels.frontier.place_entries."""
-    chosen = [entry for entry in step.order.tolist() if entry >= 0]
-    step.order.fill_(-1)
-    fields = pool.entries[:, chosen].t().tolist()
-    _clear(step, plan)
-    kept: dict[int, list[tuple[int, int]]] = {}
-    own: dict[tuple[int, int], int] = {}
+    chosen = [index for index in step.order.tolist() if index >= 0]
+    num_tables, region, _ = plan.slot_masks.shape
+    zero_row = num_tables * region
+    for name, value in (_PADDING | {"sources": zero_row, "targets": zero_row - region}).items():
+        getattr(step, name).fill_(value)
+    tokens: list[dict[str, Any]] = []
+    own: set[tuple[int, int]] = set()
     late: set[tuple[int, int]] = set()
     next_free, num_free = rows.next_free.tolist(), rows.num_free.tolist()
-    for number, entry in enumerate(fields):
-        row, parent, slot = entry[ROW], entry[PARENT], entry[SLOT]
-        if (row, parent) in late or (plan.lag and entry[FEATURE] < 0 and (row, parent) in own):
+    for index in chosen:
+        entry = pool.entries[:, index].tolist()
+        row, parent, position, slot, feature = (entry[field] for field in (ROW, PARENT, POSITION, SLOT, FEATURE))
+        if (row, parent) in late or (plan.lag and feature < 0 and (row, parent) in own):
             if slot >= 0:
                 late.add((row, slot))
             continue
@@ -112,70 +121,29 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
                 continue
             slot = int(rows.free[row, next_free[row] % rows.free.shape[1]])
             next_free[row] += 1
-        own[row, slot] = number
-        kept.setdefault(row, []).append((number, slot))
+        own.add((row, slot))
+        table_row = int(rows.table_rows[row])
+        mask = plan.slot_masks[table_row, parent].clone() if parent >= 0 else torch.zeros_like(step.mask[0])
+        mask[slot // 32] |= 1 << slot % 32 if slot % 32 < 31 else -(1 << 31)
+        plan.slot_masks[table_row, slot] = mask
+        logical = plan.region_base + slot
+        page = int(plan.page_tables[table_row, logical // plan.page_size])
+        parent_row = table_row * region + parent if parent >= 0 else zero_row
+        tokens.append({
+            "token_ids": entry[TOKEN], "rotary": max(position - plan.lag, 0), "rows": row, "table_rows": table_row,
+            "kv_slots": page * plan.page_size + logical % plan.page_size, "mask": mask, "picked": index, "slots": slot,
+            "positions": position, "bases": pool.entries[BASE].view(torch.float32)[index],
+            "sources": zero_row + 1 + feature if feature >= 0 else parent_row, "targets": table_row * region + slot,
+        })  # fmt: skip
+        _scores(pool)[index] = _NEVER
+        pool.entries[SLOT, index] = slot
     rows.next_free.copy_(torch.tensor(next_free, dtype=torch.int32))
-    place = 0
-    for row in range(rows.table_rows.shape[0]):
-        step.first[row] = place
-        for number, slot in kept.get(row, ()):
-            _write(pool, rows, step, plan, place, chosen[number], fields[number], slot)
-            place += 1
-    step.first[rows.table_rows.shape[0] :] = place
-
-
-def _clear(step: StepTokens, plan: RegionPlan) -> None:
-    zero_row = plan.slot_masks.shape[0] * plan.slot_masks.shape[1]
-    for tensor, value in (
-        (step.token_ids, 0),
-        (step.rotary, 0),
-        (step.rows, -1),
-        (step.table_rows, -1),
-        (step.kv_slots, -1),
-        (step.mask, 0),
-        (step.picked, -1),
-        (step.slots, -1),
-        (step.positions, 0),
-        (step.bases, _NEVER),
-        (step.sources, zero_row),
-        (step.targets, (plan.slot_masks.shape[0] - 1) * plan.slot_masks.shape[1]),
-    ):
-        tensor.fill_(value)
-
-
-def _write(
-    pool: CandidatePool,
-    rows: BurstRows,
-    step: StepTokens,
-    plan: RegionPlan,
-    place: int,
-    index: int,
-    entry: list[int],
-    slot: int,
-) -> None:
-    """Write one token at its place, after its ancestors of this step."""
-    row, parent, feature = entry[ROW], entry[PARENT], entry[FEATURE]
-    table_row = int(rows.table_rows[row])
-    num_tables, region, _ = plan.slot_masks.shape
-    step.token_ids[place] = entry[TOKEN]
-    step.rotary[place] = max(entry[POSITION] - plan.lag, 0)
-    step.rows[place], step.table_rows[place] = row, table_row
-    logical = plan.region_base + slot
-    page = int(plan.page_tables[table_row, logical // plan.page_size])
-    step.kv_slots[place] = page * plan.page_size + logical % plan.page_size
-    mask = plan.slot_masks[table_row, parent].clone() if parent >= 0 else torch.zeros_like(step.mask[0])
-    mask[slot // 32] |= 1 << slot % 32 if slot % 32 < 31 else -(1 << 31)
-    step.mask[place] = mask
-    plan.slot_masks[table_row, slot] = mask
-    step.picked[place], step.slots[place] = index, slot
-    step.positions[place] = entry[POSITION]
-    step.bases[place] = pool.entries[BASE, index : index + 1].view(torch.float32)[0]
-    zero_row = num_tables * region
-    own_row = table_row * region + parent if parent >= 0 else zero_row
-    step.sources[place] = zero_row + 1 + feature if feature >= 0 else own_row
-    step.targets[place] = table_row * region + slot
-    _scores(pool)[index] = _NEVER
-    pool.entries[SLOT, index] = slot
+    tokens.sort(key=lambda token: token["rows"])
+    for place, token in enumerate(tokens):
+        for name, value in token.items():
+            getattr(step, name)[place] = value
+    for row in range(len(step.first)):
+        step.first[row] = sum(token["rows"] < row for token in tokens)
 
 
 def append_candidates(
