@@ -128,12 +128,7 @@ def short_tokens(head_dim: int) -> int:
 
 
 def short_splits(programs: int, processors: int) -> int:
-    """Return the most splits of short contexts: two programs a processor, but at least _MIN_SHORT_SPLITS.
-
-    Args:
-        programs: of one split.
-        processors: of the device.
-    """
+    """Return the most splits of short contexts, of `programs` each: two programs a processor, or _MIN_SHORT_SPLITS."""
     return min(max(2 * processors // programs, _MIN_SHORT_SPLITS), SHORT_SPLITS)
 
 
@@ -178,13 +173,8 @@ def choose_splits(
 def exclusive_splits(programs: int, rows: int, num_splits: int, processors: int) -> int:
     """Return how many splits take part in contexts that are not long: as many as have processors to themselves.
 
-    With small tiles all take part: a program alone leaves its processor idle while it waits.
-
-    Args:
-        programs: of one split.
-        rows: of a tile.
-        num_splits: of the launch.
-        processors: of the device.
+    A split has `programs`, whose tiles have `rows`. With small tiles all take part: a program alone leaves its
+    processor idle while it waits.
     """
     return num_splits if rows == SMALL_ROWS else min(max(processors // programs, 1), num_splits)
 

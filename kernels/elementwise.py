@@ -127,11 +127,9 @@ def write_keys(
 
     Args:
         heads: [M, L, 2 * KVH, D], for each layer key, then value heads; contiguous.
-        cos: float32 [M, D / 2]; `sin` likewise.
-        slots: int [M], the same in all layers; k and v of a token whose slot is -1 are not written.
+        slots: int [M], the same in all layers.
         k_cache: [L, S, KVH, D]; `v_cache` likewise.
         k_norm: [L, KVH, D], weights of an RMS norm over each key head before rotation.
-        eps: added to the mean square.
     """
     layers, _, kv_heads, dim = k_cache.shape
     if heads.shape[1] != layers:

@@ -37,20 +37,41 @@ def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two
     Returns:
         [M, width]: the same bits on all ranks.
     """
-    return _sum(boxes, rows, residual, None, 0.0, two_shot)[0]
+    return sum_rows_normed(boxes, rows, residual, None, 0.0, two_shot)[0]
 
 
 def sum_rows_normed(
-    boxes: Mailboxes, rows: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool | None = None
+    boxes: Mailboxes,
+    rows: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    two_shot: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `sum_rows` with a residual, and its RMS norm (see `rms_norm`) with `weight` [width]. One launch.
+    """Return `sum_rows`, and its RMS norm (see `rms_norm`) with `weight` [width]. One launch.
 
     Returns:
-        (stream, normed), [M, width] each.
+        (stream, normed), [M, width] each; without a weight both are the stream.
     """
-    if weight.shape != (boxes.width,):
+    if weight is not None and weight.shape != (boxes.width,):
         raise ValueError(f"rows of {boxes.width} with a norm's weight of {list(weight.shape)}")
-    return _sum(boxes, rows, residual, weight, eps, two_shot)
+    if rows.dim() != 2 or rows.shape[1] != boxes.width or rows.dtype != boxes.dtype or not rows.is_contiguous():
+        raise ValueError(
+            f"{rows.dtype} {list(rows.shape)} through mailboxes of {boxes.dtype} and {boxes.width} columns, contiguous"
+        )
+    if residual is not None and (residual.shape != rows.shape or residual.dtype != rows.dtype):
+        raise ValueError(f"rows {list(rows.shape)} with a residual of {residual.dtype} {list(residual.shape)}")
+    residual = None if residual is None else residual.contiguous()
+    from kernels.jit import exchange as jit
+
+    stream = torch.empty_like(rows)
+    normed = stream if weight is None else torch.empty_like(rows)
+    for first in range(0, rows.shape[0], boxes.max_rows):
+        part = slice(first, first + boxes.max_rows)
+        before = None if residual is None else residual[part]
+        two = two_shot_pays(rows[part].nbytes, boxes.world) if two_shot is None else two_shot
+        jit.sum_rows(boxes, rows[part], before, weight, eps, stream[part], normed[part], two)
+    return stream, normed
 
 
 def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
@@ -85,26 +106,3 @@ def two_shot_pays(num_bytes: int, world: int) -> bool:
     if world == 2:
         return num_bytes >= 2 << 20
     return num_bytes * (world - 1) * (world - 2) // world > 512 << 10
-
-
-def _sum(
-    boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, two_shot: bool | None
-) -> tuple[Tensor, Tensor]:
-    """Return (sum, its norm); without a weight the second is the first."""
-    if rows.dim() != 2 or rows.shape[1] != boxes.width or rows.dtype != boxes.dtype or not rows.is_contiguous():
-        raise ValueError(
-            f"{rows.dtype} {list(rows.shape)} through mailboxes of {boxes.dtype} and {boxes.width} columns, contiguous"
-        )
-    if residual is not None and (residual.shape != rows.shape or residual.dtype != rows.dtype):
-        raise ValueError(f"rows {list(rows.shape)} with a residual of {residual.dtype} {list(residual.shape)}")
-    residual = None if residual is None else residual.contiguous()
-    from kernels.jit import exchange as jit
-
-    stream = torch.empty_like(rows)
-    normed = stream if weight is None else torch.empty_like(rows)
-    for first in range(0, rows.shape[0], boxes.max_rows):
-        part = slice(first, first + boxes.max_rows)
-        before = None if residual is None else residual[part]
-        two = two_shot_pays(rows[part].nbytes, boxes.world) if two_shot is None else two_shot
-        jit.sum_rows(boxes, rows[part], before, weight, eps, stream[part], normed[part], two)
-    return stream, normed

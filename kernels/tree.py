@@ -28,7 +28,8 @@ def expand_tree(
             the first token of a row is at the row's cached_len.
         page_tables: [R, P], rows contiguous.
         page_size: tokens in a page.
-        max_row_tokens: most tokens of a row. slots: [M], filled with the KV slot of each token, -1 for padding.
+        max_row_tokens: most tokens of a row.
+        slots: [M], filled with the KV slot of each token, -1 for padding.
         mask: [M, W], filled; bit j % 32 of word j // 32 is set where the token is, or descends from, token
             first[b] + j of its row. 0 for padding.
         path: [M, D], filled: entry k is the place within the row of the token's ancestor at position cached_len[b] + k,

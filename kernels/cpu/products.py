@@ -111,13 +111,10 @@ def round_to_eight_bits(weight: Tensor) -> None:
 
 def packed_half(weight: Tensor) -> Packed:
     """Pack bfloat16 weights [N, K], N a multiple of TILE and K of GROUP."""
-    return _packed("half", *weight.shape, _pairs(weight))
-
-
-def _pairs(weight: Tensor) -> Tensor:
-    """Return pairs of columns of each block, each with 16 weight rows side by side."""
     num_out, size = weight.shape
-    return weight.view(num_out // TILE, TILE, size // GROUP, TILE, 2).permute(0, 2, 3, 1, 4)
+    # In each block, pairs of columns, each with 16 weight rows side by side.
+    pairs = weight.view(num_out // TILE, TILE, size // GROUP, GROUP // 2, 2).permute(0, 2, 3, 1, 4)
+    return _packed("half", num_out, size, pairs)
 
 
 def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:

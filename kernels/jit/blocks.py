@@ -40,26 +40,21 @@ def _find_roots(
 
 
 def find_roots(
-    step: StepTokens, first_given: int, injected: Tensor, slots: Tensor, places: Tensor, positions: Tensor
-) -> None:
-    """Implement kernels.blocks.find_roots."""
-    _launch_find(step, first_given, injected, slots, places, positions, True)
-
-
-def forget_injected(step: StepTokens, injected: Tensor) -> None:
-    """Implement kernels.blocks.forget_injected."""
-    _launch_find(step, 0, injected, step.slots, step.slots, step.slots, False)
-
-
-def _launch_find(
-    step: StepTokens, first_given: int, injected: Tensor, slots: Tensor, places: Tensor, positions: Tensor, fresh: bool
-) -> None:
+    step: StepTokens, first_given: int, injected: Tensor, slots: Tensor, places: Tensor, positions: Tensor,
+    fresh: bool = True,
+) -> None:  # fmt: skip
+    """Implement kernels.blocks.find_roots. Unless `fresh`, no token has a given feature and there are no roots."""
     width = step.rows.shape[0]
     _find_roots[(step.first.shape[0] - 1,)](
         step.rows, step.table_rows, step.slots, step.sources, step.kv_slots, step.bases, step.positions,
         injected, slots, places, positions, width, first_given,
         REGION=injected.shape[1], NODES=power_of_two(width), FRESH=fresh, num_warps=4 if width > 64 else 1,
     )  # fmt: skip
+
+
+def forget_injected(step: StepTokens, injected: Tensor) -> None:
+    """Implement kernels.blocks.forget_injected."""
+    find_roots(step, 0, injected, step.slots, step.slots, step.slots, fresh=False)
 
 
 @triton.jit(do_not_specialize=["mask_token", "table_stride"])
