@@ -192,15 +192,12 @@ def list_branches(
     """Expand bit masks over tree regions to lists of KV slots, once for all layers; A = W * 32.
 
     One launch, which does not overlap others. A region is a part of a row's page table whose slots hold the keys of a
-    tree that grows over several forwards: of some hundred slots a node sees a dozen.
+    tree that grows over several forwards: of some hundred slots a node sees a dozen. For arguments not listed here see
+    `tree_attention`.
 
     Args:
         mask: int32 [M, W], contiguous; bit j % 32 of word j // 32 is tree slot j. Ignored for padding tokens.
-        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; tokens from first[B] on are padding.
-        table_rows: int32 [B].
-        page_tables: int32 [R, P], rows contiguous.
         base: logical position of tree slot 0 in every row's page table.
-        page_size: tokens in a page.
     """
     if first.shape != (table_rows.shape[0] + 1,) or base < 0 or not mask.is_contiguous() or page_tables.stride(1) != 1:
         raise ValueError(f"{list(first.shape)} starts of {table_rows.shape[0]} rows, or a region at {base}")

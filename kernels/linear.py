@@ -200,10 +200,8 @@ def norm_linear(
         weight: [N, K], contiguous, of the same dtype; [2F, K] if gated (gate rows, then up rows).
         norm: [K], the norm's weight; rows are not normed if None.
         eps: added to the mean of the squares.
-        bias: [N] or None ([2F] if gated).
-        residual: [M, N] or None ([M, F] if gated), contiguous.
-        gated: the result is silu(gate) * up, [M, F].
-        config: how to cut the work; chosen by shape if None.
+
+    For `bias`, `residual`, `gated` and `config` see `stream_linear`.
 
     Returns:
         [M, N or F] of the dtype of `rows`.

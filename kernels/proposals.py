@@ -35,7 +35,6 @@ def propose(
         logits: [M, V] float32, bfloat16 or float16, rows contiguous; V is the draft vocabulary.
         rows: int32 [M], each node's row in the tables; negative for padding.
         positions: int32 [M], absolute positions of the nodes' own tokens.
-        tables: parameters of the requests.
         buffers: for at least M tokens of V.
         tokens: int32 [M, k], written: ids in the target's vocabulary, 1 <= k <= MAX_BRANCHING. -1 for padding, for
             nodes whose legal logits contain NaN or +inf, and where fewer than k tokens are legal and above -inf.

@@ -92,9 +92,6 @@ def logprobs(
 
     Args:
         logits: [M, V or wider], as given to `sample_rows`.
-        vocab_size: V.
-        tokens: the round.
-        tables: parameters of the requests.
         walked: as `walk` left it.
         out: of the same B and D as `walked`.
     """

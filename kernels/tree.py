@@ -61,11 +61,9 @@ def walk(
 
     Args:
         tokens: the round, B rows.
-        tables: parameters of the requests.
         buffers: as `sample_rows` left them.
         out: for at least B rows.
         max_row_tokens: most tokens of a row from its root on.
-        vocab_size: V.
         lossy: apply acceptance thresholds, as outrider.sampling.sampler does, to requests that have a temperature and a
             threshold below 1; `sample_rows` must have had the same flag.
     """
