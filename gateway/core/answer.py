@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
 from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
 from gateway.core.tokenizer import StopMatcher, Tokenizer
-from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
+from gateway.core.tool_parser import TextDelta, ToolCallDelta, ToolCallParser
 from outrider.protocol.generation import FinishReason, GenerationUpdate, TokenLogprobs, TokenOrigin, Usage
 
 
@@ -27,10 +26,11 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new of one answer: final text, committed tokens, and at its end the reason."""
+    """What is new of one answer: final text and calls, committed tokens, and at its end the reason."""
 
     choice_index: int
-    text: str
+    parts: Sequence[TextDelta | ToolCallDelta]
+    """Final text, and calls of tools, in order."""
     tokens: tuple[Token, ...]
     chunk: GenerationUpdate
     """What verify sent: rounds and their trees and, before the first token, log-probabilities of the prompt."""
@@ -41,8 +41,18 @@ class Delta(msgspec.Struct, frozen=True):
     """Usage of the whole request, in the last delta of its last answer."""
     reasoning: str = ""
     """The model's reasoning, if it is told apart from the answer: final text, like `text`."""
-    tool_calls: Sequence[ToolCallDelta] = ()
-    """Tool calls, which are not part of the text."""
+    parts_start: int = 0
+    """Characters of the answer's tokens so far that came before all of its `parts`."""
+
+    @property
+    def text(self) -> str:
+        """The text outside of calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        """What is new of the calls."""
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
 
 class Answer:
@@ -59,6 +69,8 @@ class Answer:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=job.skips_special, shown=job.shown_tokens)
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
+        self._num_characters = 0
+        """Characters of the text behind the reasoning."""
         self._num_before_stop = job.request.min_tokens
         """Tokens that must still come before stop strings count."""
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
@@ -84,37 +96,35 @@ class Answer:
         self.usage.num_reasoning_tokens = self._parts.num_tokens
         self.usage.completion_tokens += len(tokens)
         count_rounds(self.usage, chunk)
-        text, calls = self._split(text)
         matched: int | str | None = self._stop.matched
         if matched is None and tokens and tokens[-1].ends_answer:
             matched = tokens[-1].id
         return Delta(
             self._place,
-            text,
+            self._split(text),
             tuple(tokens),
             chunk,
             self.finish_reason,
             matched_stop=matched,
             reasoning=reasoning,
-            tool_calls=calls,
+            parts_start=self._parts.text_start,
         )
 
-    def _split(self, text: str) -> tuple[str, Sequence[ToolCallDelta]]:
-        """Return final text without its tool calls, and what is new of these calls."""
-        if self._calls is None:
-            return text, ()
-        said, calls = self._calls.push(text)
-        if self.finish_reason is None:
-            return said, calls
-        rest, more = self._calls.finish()
-        return said + rest, [*calls, *(replace(call, text_before=len(said) + call.text_before) for call in more)]
+    def _split(self, text: str) -> Sequence[TextDelta | ToolCallDelta]:
+        """Return what final text adds to the text outside of calls, and to the calls."""
+        if self._calls is not None:
+            news = self._calls.push(text)
+            return news if self.finish_reason is None else news + self._calls.finish()
+        start = self._num_characters
+        self._num_characters += len(text)
+        return (TextDelta(text, start, self._num_characters),) if text else ()
 
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
         """Return what a chunk adds if only the prompt is wanted; the one committed token is dropped."""
         self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
         count_rounds(self.usage, chunk)
         chunk = GenerationUpdate(prompt_logprobs=chunk.prompt_logprobs)
-        return Delta(self._place, "", (), chunk, self.finish_reason)
+        return Delta(self._place, (), (), chunk, self.finish_reason)
 
     def _take(self, chunk: GenerationUpdate, index: int) -> tuple[Token, str]:
         """Return one token of a chunk, and the text that is final with it."""

@@ -65,6 +65,8 @@ class ReasoningSplitter:
         self._end = "" if start is None else start.markers.end
         self._step = self._take_text if start is None else self._inside if start.begun else self._before
         self._has_reasoned = False
+        self.text_start = 0
+        """Characters so far that came before the text."""
         self.num_tokens = 0
         """Tokens of the reasoning, markers included."""
 
@@ -73,6 +75,7 @@ class ReasoningSplitter:
         if self._step == self._take_text:  # the last step, and nothing is held back
             self._text.append(piece)
             return
+        self.text_start += len(piece)
         was_inside = self._step == self._inside
         self._held += piece
         self._run(final=False)
@@ -127,6 +130,7 @@ class ReasoningSplitter:
         return bool(self._held)
 
     def _take_text(self, final: bool) -> bool:
+        self.text_start -= len(self._held)
         self._text.append(self._held)
         self._held = ""
         return False

@@ -6,8 +6,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from gateway.core.gemma_calls import QUOTE, read_arguments, write_value
 from gateway.core.tokenizer import overlap_length
@@ -125,8 +125,19 @@ class ToolCallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
-    text_before: int = field(default=0, compare=False)
-    """Characters written before this call, of the text that comes together with it."""
+
+
+class TextDelta(NamedTuple):
+    """New text, and its place among the characters of text and calls together."""
+
+    text: str
+    start: int
+    end: int
+    """White space from before a call may come with the text behind it; it lies outside of this place."""
+
+
+News = list[TextDelta | ToolCallDelta]
+"""What is new of text and calls, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,18 +290,22 @@ class ToolCallParser:
         """Whether text was ever let through."""
         self._in_list = False
         """Whether the calls are in a list that is still open."""
-        self._text: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        self.num_calls = 0
+        self._position = 0
+        """Characters read."""
+        self._text_from = 0
+        """Where calls, and marks that are no text, end."""
+        self._news: News = []
+        self._num_calls = 0
         """Calls that have begun."""
 
-    def push(self, piece: str) -> tuple[str, list[ToolCallDelta]]:
-        """Add a piece of the answer. Return the text outside of calls, and what is new of calls."""
+    def push(self, piece: str) -> News:
+        """Add a piece of the answer. Return what is new."""
         for character in piece:
+            self._position += 1
             self._step(character)
-        return self._news()
+        return self._take_news()
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
+    def finish(self) -> News:
         """End the answer. What was held back is text, unless it is whitespace after a call."""
         unfinished = self._step in (self._read_name, self._read_call) and not self._begun
         ignored = _SEPARATORS if self._called else ""
@@ -299,14 +314,13 @@ class ToolCallParser:
         rest = "".join([*self._spaces, self._held])
         self._held = ""
         self._spaces.clear()
-        if rest.strip() or self._spoke or not self.num_calls:
-            self._text.append(rest)
-        return self._news()
+        if rest.strip() or self._spoke or not self._num_calls:
+            self._say(rest, self._position)
+        return self._take_news()
 
-    def _news(self) -> tuple[str, list[ToolCallDelta]]:
-        text, calls = "".join(self._text), self._calls
-        self._text, self._calls = [], []
-        return text, calls
+    def _take_news(self) -> News:
+        news, self._news = self._news, []
+        return news
 
     def _read_text(self, character: str) -> None:
         if not self._held:
@@ -331,8 +345,9 @@ class ToolCallParser:
         held, self._held = self._held[:length], self._held[length:]
         text = held.rstrip()
         if text:
-            is_first = self.num_calls and not self._has_text
-            self._text += [text.lstrip()] if is_first else [*self._spaces, text]
+            is_first = self._num_calls and not self._has_text
+            said = text.lstrip() if is_first else "".join([*self._spaces, text])
+            self._say(said, self._position - len(self._held) - len(held) + len(text))
             self._spaces.clear()
             self._spoke, self._has_text, self._bare = True, True, False
         self._spaces += held[len(text) :]
@@ -349,6 +364,7 @@ class ToolCallParser:
             elif character == "]" and self._in_list and self._called:
                 self._in_list = False
                 self._raw.clear()  # not text, whatever follows
+                self._text_from = self._position
             return
         self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener
@@ -357,9 +373,11 @@ class ToolCallParser:
             self._reader.read(character)
         elif closer and tail == closer and self._called:
             self._raw, self._step, self._spoke = [], self._read_text, False
+            self._text_from = self._position
         elif opener and tail == opener:
             self._await_call([opener])
             self._any_name = True
+            self._text_from = self._position - len(opener)
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
         elif (self._form.is_list or self._form.quote) and (character.isalnum() or character == "_"):
@@ -407,29 +425,37 @@ class ToolCallParser:
                 self._give_up()
                 return
             self._begun, self._raw, self._spoke = True, [], False
-            self._tell(ToolCallDelta(self.num_calls, self._form.new_id(), reader.name))
-            self.num_calls += 1
+            self._tell(ToolCallDelta(self._num_calls, self._form.new_id(), reader.name))
+            self._num_calls += 1
         if not self._begun:
             if has_ended:
                 self._give_up()
             return
         if reader.arguments:
-            self._tell(ToolCallDelta(self.num_calls - 1, arguments="".join(reader.arguments)))
+            self._tell(ToolCallDelta(self._num_calls - 1, arguments="".join(reader.arguments)))
             reader.arguments.clear()
         if has_ended:
             if not (reader.has_failed or reader.has_arguments):
-                self._tell(ToolCallDelta(self.num_calls - 1, arguments="{}"))
+                self._tell(ToolCallDelta(self._num_calls - 1, arguments="{}"))
             self._await_call([])
             self._begun, self._name, self._called = False, "", True
+            self._text_from = self._position
 
     def _tell(self, delta: ToolCallDelta) -> None:
         if not self._parallel and delta.index > 0:
             return
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.index == delta.index:
-            self._calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        last = self._news[-1] if self._news else None
+        if isinstance(last, ToolCallDelta) and last.index == delta.index:
+            self._news[-1] = replace(last, arguments=last.arguments + delta.arguments)
         else:
-            self._calls.append(replace(delta, text_before=sum(map(len, self._text))))
+            self._news.append(delta)
+
+    def _say(self, text: str, end: int) -> None:
+        last = self._news[-1] if self._news else None
+        if isinstance(last, TextDelta):
+            self._news[-1] = TextDelta(last.text + text, last.start, end)
+        elif text:
+            self._news.append(TextDelta(text, max(self._text_from, end - len(text)), end))
 
     def _give_up(self) -> None:
         """Treat what was taken for the beginning of a call as text."""

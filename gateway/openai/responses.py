@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -174,21 +175,19 @@ class _Item:
 _ID_PREFIXES: dict[ItemKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _CONTENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 """Names of an item's content in the names of events; for an item with parts, also the type of its part."""
-_Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 
-def _pieces(delta: Delta) -> Iterator[_Piece]:
-    """Yield what a delta adds: the kind of item, a piece of text or arguments, and the call of the arguments."""
-    if delta.reasoning:
-        yield "reasoning", delta.reasoning, None
-    told = 0
-    for call in delta.tool_calls:
-        if told < call.text_before:
-            yield "message", delta.text[told : call.text_before], None
-            told = call.text_before
-        yield "function_call", call.arguments, call
-    if told < len(delta.text):
-        yield "message", delta.text[told:], None
+class _Piece(NamedTuple):
+    """What a delta adds to one item."""
+
+    kind: ItemKind
+    text: str
+    """A piece of text or arguments."""
+    call: ToolCallDelta | None = None
+    """The call of the arguments."""
+    start: int = 0
+    """Where a message's piece begins and ends among the characters of the answer's tokens."""
+    end: float = 0
 
 
 class ResponsesBuilder(ResponseBuilder):
@@ -206,8 +205,8 @@ class ResponsesBuilder(ResponseBuilder):
         self._names = TokenNames(self._tokenizer, as_ids=False)
         self._waiting: deque[Token] = deque()
         """Tokens of reasoning, calls, and messages that have not come yet."""
-        self._num_ahead = 0
-        """Characters of messages that came, less those of the tokens taken for them."""
+        self._waiting_from = 0
+        """Characters of the tokens before these."""
         sampling = jobs[0].request.sampling
         self._fields: dict[str, Any] = {
             "id": self._head["id"],
@@ -233,11 +232,8 @@ class ResponsesBuilder(ResponseBuilder):
     def collect(self, delta: Delta) -> None:
         """See the base."""
         super().collect(delta)
-        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
-        for piece in _pieces(delta):
-            self._add(*piece)
-        if self._ends_message(delta):
-            self._add("message", "")
+        for piece in self._pieces(delta):
+            self._add(piece)
 
     def whole(self) -> ResponseBody:
         """See the base."""
@@ -249,11 +245,8 @@ class ResponsesBuilder(ResponseBuilder):
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
         super().collect(delta)
-        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
-        for piece in _pieces(delta):
-            yield from self._more(*piece)
-        if self._ends_message(delta):
-            yield from self._more("message", "")
+        for piece in self._pieces(delta):
+            yield from self._more(piece)
         if delta.finish_reason is not None:
             status = self._status
             yield from self._end(len(self._items) - 1, status)
@@ -269,67 +262,54 @@ class ResponsesBuilder(ResponseBuilder):
         told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
         return self.event(self._event("error", **told))
 
-    def _ends_message(self, delta: Delta) -> bool:
-        """Whether a delta ends the answer with a message, which is empty if there was nothing else."""
-        return delta.finish_reason is not None and (not self._items or self._items[-1].kind == "message")
+    def _pieces(self, delta: Delta) -> Iterator[_Piece]:
+        """Yield what a delta adds. The last piece of an answer that ends with a message, or has no item, is empty."""
+        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
+        start = delta.parts_start
+        if delta.reasoning:
+            yield _Piece("reasoning", delta.reasoning)
+        for part in delta.parts:
+            if isinstance(part, ToolCallDelta):
+                yield _Piece("function_call", part.arguments, part)
+            else:
+                yield _Piece("message", part.text, None, start + part.start, start + part.end)
+        if delta.finish_reason is not None and (not self._items or self._items[-1].kind == "message"):
+            yield _Piece("message", "", None, start, math.inf)
 
-    def _add(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> bool:
-        """Keep a piece and its tokens; an empty one of a message ends the answer. Return whether it begins an item."""
+    def _add(self, piece: _Piece) -> bool:
+        """Keep a piece and, for a message, its tokens. Return whether it begins an item."""
+        kind, call = piece.kind, piece.call
         begins = not self._items or self._items[-1].kind != kind or (call is not None and bool(call.id))
         if begins:
             number = sum(item.kind == kind for item in self._items)
             item_id = f"{_ID_PREFIXES[kind]}-{self._fields['id']}" + (f"-{number}" if number else "")
             self._items.append(_Item(kind, item_id, call, self._names))
         item = self._items[-1]
-        item.pieces.append(piece)
-        if kind == "message":
-            ends = not piece
-            if begins and piece and self._waiting:
-                piece = self._skip_to(piece)
-            self._num_ahead += len(piece)
-            while self._waiting and (self._num_ahead > 0 or ends):
-                item.tokens.append(self._waiting.popleft())
-                self._num_ahead -= len(item.tokens[-1].text)
+        item.pieces.append(piece.text)
+        while kind == "message" and self._waiting and self._waiting_from < piece.end:
+            token = self._waiting.popleft()
+            start, self._waiting_from = self._waiting_from, self._waiting_from + len(token.text)
+            # A token without text of its own begins a character, and so belongs to what follows it.
+            if not begins or start >= piece.start or self._waiting_from > piece.start:
+                item.tokens.append(token)
         return begins
 
-    def _skip_to(self, piece: str) -> str:
-        """Drop waiting tokens from before a message that begins with this piece. Return the piece as they have it."""
-        text = "".join(token.text for token in self._waiting)
-        if piece not in text:  # white space before a call comes with the text behind it
-            piece = piece.strip()
-        if len(self._items) > 1 and self._items[-2].kind == "function_call":
-            start = text.rfind(piece)
-        else:  # a stop string may hold back text that repeats the piece
-            reasoning = self._jobs[0].reasoning
-            marker = reasoning.markers.end if reasoning is not None else ""
-            start = text.find(piece, text.find(marker) + len(marker) if marker in text else 0)
-        end = num_before = 0
-        for index, token in enumerate(self._waiting):
-            end += len(token.text)
-            if end > start:
-                break
-            if token.text:  # otherwise it begins a character
-                num_before = index + 1
-        for _ in range(num_before):
-            self._waiting.popleft()
-        self._num_ahead = 0
-        return piece
-
-    def _more(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> Iterator[ResponseEvent]:
-        if self._add(kind, piece, call):
+    def _more(self, piece: _Piece) -> Iterator[ResponseEvent]:
+        kind = piece.kind
+        if self._add(piece):
             index = len(self._items) - 1
             if index:
                 yield from self._end(index - 1, "completed")
             yield self._event("response.output_item.added", output_index=index, item=self._items[-1].empty())
-            if call is None:
+            if piece.call is None:
                 yield self._event("response.content_part.added", **self._place(index), part=_part(kind, ""))
         item = self._items[-1]
         news = item.logprobs(item.num_sent)
         item.num_sent = len(item.tokens)
-        if piece or news:
+        if piece.text or news:
             more: dict[str, Any] = {"logprobs": news} if kind == "message" else {}
             place = self._place(len(self._items) - 1)
-            yield self._event(f"response.{_CONTENTS[kind]}.delta", **place, delta=piece, **more)
+            yield self._event(f"response.{_CONTENTS[kind]}.delta", **place, delta=piece.text, **more)
 
     def _end(self, index: int, status: ItemStatus) -> Iterator[ResponseEvent]:
         """Yield the last events of an item."""

@@ -57,7 +57,7 @@ def test_a_round_that_an_accepted_token_ends_has_no_bonus_token_in_its_accept_le
     metrics = GatewayMetrics()
     meter = AnswerMeter(metrics, MODEL, SimpleNamespace(job=SimpleNamespace(arrived=0.0)))  # type: ignore[arg-type]
     chunk = GenerationUpdate(token_ids=(5, 6, 7), rounds=(RoundCounts(4, 1), RoundCounts(4, 1)))
-    meter.chunk(chunk, Delta(0, "", (), chunk))
+    meter.chunk(chunk, Delta(0, (), (), chunk))
     found = values(generate_latest(metrics.registry).decode())
     assert found["outrider_gateway_accept_length_sum", ()] == 3
     assert found["outrider_gateway_accept_length_count", ()] == 2

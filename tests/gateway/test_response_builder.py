@@ -9,6 +9,7 @@ from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import ClientRequest
+from gateway.core.tool_parser import TextDelta
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest, ChatMessage
 from outrider.protocol.generation import GenerationUpdate, RoundTree, TokenLogprobs, TokenOrigin
 
@@ -30,7 +31,7 @@ async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, 
         drafter_names=("ngram",),
     )
     chunk = GenerationUpdate(round_trees=(tree,) if what == "trees" else ())
-    delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), chunk)
+    delta = Delta(0, (TextDelta("x", 0, 1),), (Token(5, TokenOrigin.PLAIN, "x", logprobs),), chunk)
     builder.collect(delta)
     assert not builder.is_large()
     for _ in range(200):

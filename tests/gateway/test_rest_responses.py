@@ -324,6 +324,22 @@ async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size:
         assert [spelled(one.content[0].logprobs).strip() for one in messages] == ["One.", "Two.", "Three."]
 
 
+async def test_log_probabilities_of_a_message_behind_a_call_begin_with_it(caller: World) -> None:
+    caller.verify.say(f"<tool_call>{NOON}</tool_call>a a a")
+    caller.verify.round_size = 2
+    asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS, "include": ["message.output_text.logprobs"]}
+    answer: Any = await caller.openai().responses.create(**asked, extra_body={"stop": ["a banana!"]})
+    assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "a a a"
+
+
+@pytest.mark.parametrize(("thought", "told"), [("<think>", ""), ("<think></think>", ""), ("<think></think>two", "two")])
+async def test_an_empty_message_has_no_log_probabilities_of_reasoning(caller: World, thought: str, told: str) -> None:
+    caller.verify.say(thought)
+    asked: Any = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"]}
+    answer: Any = await caller.openai().responses.create(**asked, extra_body={"stop": ["two"]})
+    assert (answer.output_text, spelled(answer.output[-1].content[0].logprobs)) == ("", told)
+
+
 async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None:
     client = caller.openai().responses
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jinja2 import Template
 
 from gateway.core.gemma_calls import read_arguments, write_value
-from gateway.core.tool_parser import FORMATS, ToolCallParser, ToolCalls, find_format
+from gateway.core.tool_parser import FORMATS, TextDelta, ToolCallParser, ToolCalls, find_format
 
 NAMES = frozenset({"look_up", "add"})
 Calls = list[tuple[str, str]]
@@ -22,10 +22,14 @@ Calls = list[tuple[str, str]]
 def parse(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, Calls]:
     """The text, and name and arguments of each call, as a client puts them together."""
     parser = ToolCallParser(ToolCalls(FORMATS[form], NAMES, **options))
-    text, calls = "", []
-    for said, deltas in [*map(parser.push, pieces), parser.finish()]:
-        text += said
-        for delta in deltas:
+    text, calls, whole = "", [], "".join(pieces)
+    for news in [*map(parser.push, pieces), parser.finish()]:
+        for delta in news:
+            if isinstance(delta, TextDelta):
+                text += delta.text
+                spaces, _, rest = delta.text.rpartition(whole[delta.start : delta.end])
+                assert not (spaces + rest).strip() and delta.end - delta.start <= len(delta.text)
+                continue
             assert bool(delta.id) == bool(delta.name) == (delta.index == len(calls))
             if delta.id:
                 calls.append((delta.name, ""))

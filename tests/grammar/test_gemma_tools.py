@@ -158,7 +158,7 @@ def test_whatever_the_grammar_allows_is_a_call_that_fits(
     spelled = {IDS[QUOTE]: QUOTE.encode()}
     text = b"".join(spelled.get(token) or vocabulary.tokenizer.decode_bytes([token]) for token in tokens).decode()
     parser = ToolCallParser(ToolCalls(FORM, frozenset({"f", "other"}), forced=True))
-    deltas = [delta for said in (parser.push(text), parser.finish()) for delta in said[1]]
+    deltas: list[Any] = [*parser.push(text), *parser.finish()]
     assert deltas[0].name in ("f", "other")
     if deltas[0].name == "f":
         arguments = json.loads("".join(delta.arguments for delta in deltas))
