@@ -210,7 +210,8 @@ class _CallReader:
             self.name = value
         elif key in _ARGUMENTS and isinstance(value, str):
             # Some models write the arguments' JSON into a string.
-            self.arguments, self.has_arguments = [value], True
+            self.arguments.append(value)
+            self.has_arguments = True
 
 
 class _GemmaReader(_CallReader):
@@ -294,6 +295,9 @@ class ToolCallParser:
         """Characters read."""
         self._text_from = 0
         """Where calls, and marks that are no text, end."""
+        self._said: list[str] = []
+        """Text that is not told yet."""
+        self._said_from = self._said_to = 0
         self._news: News = []
         self._num_calls = 0
         """Calls that have begun."""
@@ -319,6 +323,10 @@ class ToolCallParser:
         return self._take_news()
 
     def _take_news(self) -> News:
+        if self._begun:
+            self._tell(arguments="".join(self._reader.arguments))
+            self._reader.arguments.clear()
+        self._tell_text()
         news, self._news = self._news, []
         return news
 
@@ -375,9 +383,9 @@ class ToolCallParser:
             self._raw, self._step, self._spoke = [], self._read_text, False
             self._text_from = self._position
         elif opener and tail == opener:
-            self._await_call([opener])
-            self._any_name = True
-            self._text_from = self._position - len(opener)
+            if self._called:  # the separators before it are not text, whatever follows
+                self._raw, self._text_from = [opener], self._position - len(opener)
+            self._tail, self._any_name = "", True
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
         elif (self._form.is_list or self._form.quote) and (character.isalnum() or character == "_"):
@@ -425,37 +433,41 @@ class ToolCallParser:
                 self._give_up()
                 return
             self._begun, self._raw, self._spoke = True, [], False
-            self._tell(ToolCallDelta(self._num_calls, self._form.new_id(), reader.name))
             self._num_calls += 1
+            self._tell(id=self._form.new_id(), name=reader.name)
         if not self._begun:
             if has_ended:
                 self._give_up()
             return
-        if reader.arguments:
-            self._tell(ToolCallDelta(self._num_calls - 1, arguments="".join(reader.arguments)))
-            reader.arguments.clear()
         if has_ended:
-            if not (reader.has_failed or reader.has_arguments):
-                self._tell(ToolCallDelta(self._num_calls - 1, arguments="{}"))
+            ended = reader.has_failed or reader.has_arguments
+            self._tell(arguments="".join(reader.arguments) if ended else "{}")
             self._await_call([])
             self._begun, self._name, self._called = False, "", True
             self._text_from = self._position
 
-    def _tell(self, delta: ToolCallDelta) -> None:
-        if not self._parallel and delta.index > 0:
+    def _tell(self, *, id: str = "", name: str = "", arguments: str = "") -> None:
+        """Add what is new of the last call."""
+        self._tell_text()
+        index = self._num_calls - 1
+        if not (id or arguments) or (index and not self._parallel):
             return
         last = self._news[-1] if self._news else None
-        if isinstance(last, ToolCallDelta) and last.index == delta.index:
-            self._news[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            self._news[-1] = replace(last, arguments=last.arguments + arguments)
         else:
-            self._news.append(delta)
+            self._news.append(ToolCallDelta(index, id, name, arguments))
 
     def _say(self, text: str, end: int) -> None:
-        last = self._news[-1] if self._news else None
-        if isinstance(last, TextDelta):
-            self._news[-1] = TextDelta(last.text + text, last.start, end)
-        elif text:
-            self._news.append(TextDelta(text, max(self._text_from, end - len(text)), end))
+        if not self._said:
+            self._said_from = max(self._text_from, end - len(text))
+        self._said.append(text)
+        self._said_to = end
+
+    def _tell_text(self) -> None:
+        if text := "".join(self._said):
+            self._news.append(TextDelta(text, self._said_from, self._said_to))
+        self._said.clear()
 
     def _give_up(self) -> None:
         """Treat what was taken for the beginning of a call as text."""

@@ -290,7 +290,7 @@ class ResponsesBuilder(ResponseBuilder):
             token = self._waiting.popleft()
             start, self._waiting_from = self._waiting_from, self._waiting_from + len(token.text)
             # A token without text of its own begins a character, and so belongs to what follows it.
-            if not begins or start >= piece.start or self._waiting_from > piece.start:
+            if start >= piece.start or self._waiting_from > piece.start:
                 item.tokens.append(token)
         return begins
 

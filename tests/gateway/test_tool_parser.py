@@ -80,6 +80,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", "<tool_call> nothing </tool_call>", "<tool_call> nothing </tool_call>", []),
     ("hermes", "<tool_call>{\"name\": 7}</tool_call>", "<tool_call>{\"name\": 7}</tool_call>", []),
     ("hermes", "a <tool_cal", "a <tool_cal", []),
+    ("hermes", "<tool_call>\n<tool_call> nothing", "<tool_call>\n<tool_call> nothing", []),
     ("hermes", '<tool_call>{"name": "add", "argum', "", [("add", "")]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
