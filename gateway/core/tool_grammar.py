@@ -71,11 +71,10 @@ def strict_grammar(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[st
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
-    ids = dict(mark_ids)
-    opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
+    ids = {mark: token_id for mark, token_id in mark_ids.items() if mark not in (form.opener, form.closer)}
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
     if form.opener:
-        rules = [*_marked_rules(form, opener, closer), *_one_call(tools, form, _definitions(tools), ids)]
+        rules = [*_marked_rules(form, mark_ids), *_one_call(tools, form, _definitions(tools), ids)]
     else:
         rules = _bare_rules(tools, form)
     source = "\n".join((*rules, text, r"TEXT: /(.|\n)*/", f"WS: /{_SPACE}/"))
@@ -196,17 +195,13 @@ _SPACE = r"[ \n\r\t]{1,40}"
 _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 
-def _marked_rules(form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
+def _marked_rules(form: ToolFormat, ids: Mapping[str, int]) -> list[str]:
     """Return rules for text with calls in it: after an opener the model can only write a call and a closer."""
-    opened, closed = "written", "CLOSER"
-    if opener is not None:
-        opened = f"(written | text <[{opener}]>)"
-    if closer is not None:
-        closed = f"(CLOSER | <[{closer}]>)"
+    opened = f"(written | text <[{ids[form.opener]}]>)" if form.opener in ids else "written"
     return [
-        f"start: ({opened} WS? call WS? {closed})* text",
+        f"start: ({opened} WS? call WS? closer)* text",
         rf"written[lazy]: /(.|\n)*{re.escape(form.opener)}/",
-        f"CLOSER: {json.dumps(form.closer)}",
+        f"closer: {_mark(form.closer, ids)}",
     ]
 
 

@@ -37,7 +37,7 @@ from gateway.openai.fields import TemplateFields, template_values
 from outrider import __version__
 from outrider.chat_template import special_tokens
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
+from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 
 _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
@@ -73,8 +73,6 @@ class ModelList(Body):
 class ModelInfo(Body):
     """Answer to GET /get_model_info, in SGLang's shape."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
     model_path: str
     """The served name; folders are not shown to clients."""
     tokenizer_path: str
@@ -97,8 +95,6 @@ class InternalState(Body):
 
 class ServerInfo(Body):
     """Answer to GET /server_info, in SGLang's shape; SGLang's benchmark reads the accept length from it."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model_path: str
     """The served name; folders are not shown to clients."""
@@ -166,9 +162,7 @@ class InfoRoutes:
 
     async def _model(self, request: Request) -> Response:
         model = self._gateway.model
-        name = request.path_params["model"]
-        if name != model.name:
-            raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {model.name!r}")
+        model.check_name(request.path_params["model"])
         return _json(_model_body(model))
 
     async def _model_info(self, request: Request) -> Response:

@@ -38,21 +38,6 @@ _SAFE_LINK = re.compile(r"(https?://|mailto:)", re.IGNORECASE)
 _LINE_END = re.compile(r"\r\n?|\n")
 _FIRST_HEADING = 4
 """Level of an answer's top headings, below those of the page itself."""
-_PLAIN_TAGS = {
-    "paragraph": "p",
-    "bullet_list": "ul",
-    "list_item": "li",
-    "blockquote": "blockquote",
-    "hr": "hr",
-    "table": "table",
-    "thead": "thead",
-    "tbody": "tbody",
-    "tr": "tr",
-    "em": "em",
-    "strong": "strong",
-    "s": "s",
-}
-
 # CommonMark with tables and strikethrough. HTML in it is plain text.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
@@ -125,7 +110,7 @@ def _node(token: Token) -> Node | None:
             return _element("ol", start=token.attrs.get("start", 1))
         case "th" | "td":
             return _element(kind, align=str(token.attrs.get("style", "")).removeprefix("text-align:"))
-    return _element(_PLAIN_TAGS[kind]) if kind in _PLAIN_TAGS and not token.hidden else None
+    return _element(token.tag) if token.tag and not token.hidden else None
 
 
 def _element(tag: str, *children: Node, **fields: Any) -> dict[str, Any]:

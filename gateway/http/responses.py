@@ -39,7 +39,7 @@ _EVENT_HEADERS = [
 class Body(BaseModel):
     """Base of everything that is sent."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
 
 def json_bytes(body: BaseModel) -> bytes:

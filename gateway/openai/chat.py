@@ -26,7 +26,6 @@ from gateway.core.request import (
     ToolCall,
     check_role,
 )
-from gateway.core.tool_grammar import check_tools
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
 from gateway.http.responses import Body
@@ -258,19 +257,9 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _tools_fit(self) -> ChatCompletionRequest:
-        check_tools(self._functions(), self._tool_fields()["tool_choice"], place="tools[{}].function")
-        return self
-
-    def _functions(self) -> list[Tool]:
-        return [tool.function for tool in self.tools or []]
-
-    def _tool_fields(self) -> dict[str, Any]:
-        return tool_fields(self._functions(), self.tool_choice, self.parallel_tool_calls)
-
     def requests(self, max_prompts: int) -> NamedRequests:
         """Return the gateway's own request."""
+        tools = [tool.function for tool in self.tools or []]
         fields = self.common((self.top_logprobs or 0) if self.logprobs else None)
         fields["separate_reasoning"] = self.separate_reasoning is not False
         fields["chat"] = {
@@ -278,7 +267,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             "template_values": template_values(self.reasoning_effort, self.chat_template_kwargs),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-        } | self._tool_fields()
+        } | tool_fields(tools, self.tool_choice, self.parallel_tool_calls, place="tools[{}].function")
         names = {"chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
         names |= self.field_names
         return [(validate(ClientRequest, fields, names=names), names)]
@@ -395,8 +384,7 @@ class ChatBuilder(ChoicesBuilder):
             answer.begun = True
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
-        trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
-        more = trace | (self._ids(delta.tokens) if delta.tokens else {})
+        more = self._about_tokens(delta)
         if delta.reasoning or delta.text or logprobs is not None or more:
             news = self._thought(delta.reasoning)
             if delta.text or not news:

@@ -211,8 +211,7 @@ class CompletionBuilder(ChoicesBuilder):
                 prompt_ids = {}
         logprobs = completion_logprobs(delta.tokens, self._names, answer.num_characters, with_end=bool(self._body.echo))
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
-        trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
-        more = trace | prompt_ids | (self._ids(delta.tokens) if delta.tokens else {})
+        more = prompt_ids | self._about_tokens(delta)
         if delta.text or logprobs is not None or more or delta.finish_reason is not None:
             reason = None
             if delta.finish_reason is not None:

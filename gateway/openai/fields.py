@@ -23,6 +23,7 @@ from gateway.core.request import (
     Text,
     Tool,
 )
+from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar, without_further_keys
@@ -165,20 +166,22 @@ ChoiceOf = Annotated[
 """Which tools an answer may or must call: a word, or a class that names one or some of them in its `allowed`."""
 
 
-def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> dict[str, Any]:
-    """Return the fields of a `Chat` about tools; `choice` is a ChoiceOf. Raises InvalidRequestError."""
-    fields: dict[str, Any] = {"tools": list(tools), "parallel_tool_calls": parallel is not False}
-    if choice is None or isinstance(choice, str):
-        return fields | {"tool_choice": choice or "auto"}
-    mode, allowed, place = choice.allowed
-    known = {tool.name for tool in tools}
-    for index, name in enumerate(allowed):
-        if name not in known:
-            raise InvalidRequestError(
-                place.format(index), f"{name[:64]!r} is not one of the tools", "send the name of one"
-            )
-    fields["tools"] = [tool for tool in tools if tool.name in allowed]
-    return fields | {"tool_choice": mode}
+def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None, *, place: str) -> dict[str, Any]:
+    """Return the fields of a `Chat` about tools; `choice` is a ChoiceOf, `place` as in `check_tools`.
+
+    Raises InvalidRequestError, also about tools that are not valid.
+    """
+    mode, offered = choice or "auto", list(tools)
+    if not isinstance(mode, str):
+        mode, allowed, name_place = choice.allowed
+        known = {tool.name for tool in tools}
+        for index, name in enumerate(allowed):
+            if name not in known:
+                problem = f"{name[:64]!r} is not one of the tools"
+                raise InvalidRequestError(name_place.format(index), problem, "send the name of one")
+        offered = [tool for tool in tools if tool.name in allowed]
+    check_tools(tools, mode, place=place)
+    return {"tools": offered, "parallel_tool_calls": parallel is not False, "tool_choice": mode}
 
 
 class StreamOptions(StrictModel):

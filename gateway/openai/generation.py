@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -291,6 +290,12 @@ class ChoicesBuilder(ResponseBuilder):
         """Return the field with the ids of an answer's tokens; none unless they were asked for."""
         return {"token_ids": [token.id for token in tokens]} if self._with_ids else {}
 
+    def _about_tokens(self, delta: Delta) -> dict[str, Any]:
+        """Return the fields with trace and ids of a delta's tokens, as far as they were asked for and are not empty."""
+        trees = delta.chunk.round_trees
+        trace = self._trace(delta.choice_index, delta.tokens, trees) if trees else {}
+        return trace | (self._ids(delta.tokens) if delta.tokens else {})
+
     def _prompt_ids(self, index: int) -> dict[str, list[int]]:
         """Return the field with the ids of an answer's prompt; none unless they were asked for."""
         return {"prompt_token_ids": list(self._jobs[index].prompt_token_ids)} if self._with_ids else {}
@@ -412,7 +417,7 @@ class GenerationRoute:
             async for delta in deltas:
                 builder.collect(delta)
                 hold()
-        return await self._rendered(builder, None, lambda: json_bytes(builder.whole()))
+        return await self._rendered(builder)
 
     async def _send_stream(
         self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send
@@ -424,7 +429,7 @@ class GenerationRoute:
                     if delta is None:
                         await stream.write(KEEP_ALIVE)
                         continue
-                    await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
+                    await stream.write(await self._rendered(builder, delta))
                     hold()
         except ClientStalled:
             self.gateway.count_error(DOOR, OverloadedError("the stream was not read", code="slow_reader"))
@@ -441,14 +446,17 @@ class GenerationRoute:
         else:
             await stream.end(builder.stream_end)
 
-    async def _rendered(self, builder: ResponseBuilder, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
+    async def _rendered(self, builder: ResponseBuilder, delta: Delta | None = None) -> bytes:
+        """Return the events of a delta, or the whole response."""
+
+        def render() -> bytes:
+            if delta is None:
+                return json_bytes(builder.whole())
+            return b"".join(map(builder.event, builder.chunks(delta)))
+
         if not builder.is_large(delta):
             return render()
         if builder.num_kept <= _VERY_LARGE_VALUES:
             return await asyncio.to_thread(render)
         async with self.gateway.logprob_quota.one_large:
             return await asyncio.to_thread(render)
-
-
-def _events(builder: ResponseBuilder, delta: Delta) -> bytes:
-    return b"".join(builder.event(body) for body in builder.chunks(delta))

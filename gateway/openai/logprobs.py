@@ -61,13 +61,19 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 class TokenNames:
     """Names of tokens where log-probabilities are told: their text, or `token_id:` and their id."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
         """Return a token's name in a completion: its bytes if they are not whole characters."""
-        return f"token_id:{token_id}" if self._as_ids else token_name(token_id, self._tokenizer)
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:  # part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def entry(self, token_id: int, logprob: float) -> dict[str, object]:
         """Return a token's fields in a chat answer, where its bytes have a field of their own."""
@@ -135,15 +141,6 @@ def add_completion_logprob(
         lists.top_logprobs.append(named | {name: value})
 
 
-def token_name(token_id: int, tokenizer: Tokenizer) -> str:
-    """Return a token as text, or as its bytes if they are not whole characters."""
-    data = tokenizer.token_bytes(token_id)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:  # part of a character
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can carry."""
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
@@ -168,12 +165,13 @@ def prompt_logprobs_body(
 ) -> PromptLogprobsBody:
     """Return vLLM's shape: for each position a mapping by token id, the prompt's own token included."""
     body: PromptLogprobsBody = [None]
+    names = TokenNames(tokenizer)
     for position, own_value, own_rank, top in prompt_positions(parts, num_top):
         own = token_ids[position]
         likely = [(token, value, rank) for rank, (token, value) in enumerate(top, start=1) if token != own]
         body.append(
             {
-                str(token): PromptLogprob(logprob=finite(value), rank=rank, decoded_token=token_name(token, tokenizer))
+                str(token): PromptLogprob(logprob=finite(value), rank=rank, decoded_token=names.name(token))
                 for token, value, rank in [(own, own_value, own_rank), *likely]
             }
         )

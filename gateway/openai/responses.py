@@ -202,7 +202,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._items: list[_Item] = []
         """Items that have begun."""
         self._tells_logprobs = body.tells_logprobs
-        self._names = TokenNames(self._tokenizer, as_ids=False)
+        self._names = TokenNames(self._tokenizer)
         self._waiting: deque[Token] = deque()
         """Tokens of reasoning, calls, and messages that have not come yet."""
         self._waiting_from = 0

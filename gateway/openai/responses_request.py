@@ -23,7 +23,6 @@ from gateway.core.request import (
     Tool,
     ToolCall,
 )
-from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from gateway.openai.fields import (
     ChoiceOf,
@@ -264,14 +263,6 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             raise InvalidRequestError("top_logprobs", "needs logprobs", f"add {_LOGPROBS} to include, or leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _tools_fit(self) -> ResponsesRequest:
-        check_tools(self.tools or [], self._tool_fields()["tool_choice"], place="tools[{}]")
-        return self
-
-    def _tool_fields(self) -> dict[str, Any]:
-        return tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
-
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation for the chat template. Raises InvalidRequestError for too many calls in a row."""
         found: list[dict[str, Any]] = []
@@ -302,6 +293,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """See the base."""
+        tools = tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls, place="tools[{}]")
         effort = None if self.reasoning is None else self.reasoning.effort
         shared = (*ServingFields.model_fields, *StopFields.model_fields)
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
@@ -312,11 +304,11 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             "max_tokens": self.max_output_tokens,
             "grammar": self.grammar,
             "separate_reasoning": True,
-            "chat": {
+            "chat": tools
+            | {
                 "messages": self.messages(),
                 "template_values": template_values(effort, self.chat_template_kwargs),
-            }
-            | self._tool_fields(),
+            },
         }
         names = {
             "max_tokens": "max_output_tokens",
