@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -137,49 +137,42 @@ class LogprobQuota:
         """Held while a body with very many values is built, which takes several times the memory of the values."""
 
     @contextmanager
-    def open(self) -> Iterator[RequestQuota]:
-        """Yield the quota of a new request that keeps values. Raises OverloadedError if most of the limit is taken.
+    def open(self) -> Iterator[Callable[[int, str], None]]:
+        """Let in a request that keeps values. Raises OverloadedError if most of the limit is taken; the rest is for
+        requests under way.
 
-        The rest is for requests that are under way.
+        Yield a function that sets how many values the request keeps now, and which field asked for them. It raises
+        OverloadedError, or InvalidRequestError about the field if they exceed the share of one request.
         """
         if self.num_values > self.most - self.most // _SHARE_OF_ONE:
-            raise self.refusal()
-        quota = RequestQuota(self)
-        try:
-            yield quota
-        finally:
-            self.num_values -= quota.num_values
+            raise self._refusal()
+        held = 0
 
-    def refusal(self) -> OverloadedError:
-        """Return the error that says that there is no room."""
+        def hold(num_values: int, field: str) -> None:
+            nonlocal held
+            if num_values > self.most_of_one:
+                raise InvalidRequestError(
+                    field,
+                    "log-probabilities, traced nodes and their tokens that are kept in memory are over the limit of "
+                    f"{self.most_of_one} for one request",
+                    "ask for fewer likely tokens, fewer answers or prompts at once, a lower limit of tokens, "
+                    "or a stream",
+                )
+            more = num_values - held
+            if more > 0 and self.num_values + more > self.most:
+                raise self._refusal()
+            self.num_values += more
+            held = num_values
+
+        try:
+            yield hold
+        finally:
+            self.num_values -= held
+
+    def _refusal(self) -> OverloadedError:
         return OverloadedError(
             f"answers in progress hold {self.num_values} log-probabilities and traced nodes, the limit is {self.most}; "
             "try again later, or stream",
             retry_after=_MEMORY_RETRY_AFTER_SECONDS,
             code="logprobs_used_up",
         )
-
-
-class RequestQuota:
-    """Counts the values that one request keeps in memory."""
-
-    def __init__(self, logprob_quota: LogprobQuota) -> None:
-        self._all = logprob_quota
-        self.num_values = 0
-
-    def hold(self, num_values: int, field: str) -> None:
-        """Set how many values are kept now. Raises OverloadedError, or InvalidRequestError about `field` if they exceed
-        the share of one request."""
-        logprob_quota = self._all
-        if num_values > logprob_quota.most_of_one:
-            raise InvalidRequestError(
-                field,
-                "log-probabilities, traced nodes and their tokens that are kept in memory are over the limit of "
-                f"{logprob_quota.most_of_one} for one request",
-                "ask for fewer likely tokens, fewer answers or prompts at once, a lower limit of tokens, or a stream",
-            )
-        more = num_values - self.num_values
-        if more > 0 and logprob_quota.num_values + more > logprob_quota.most:
-            raise logprob_quota.refusal()
-        logprob_quota.num_values += more
-        self.num_values = num_values

@@ -7,9 +7,11 @@ import logging
 import math
 import re
 import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
@@ -24,7 +26,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from gateway.http.responses import IN_EVENTS, KEEP_ALIVE, HttpError, error_response
-from gateway.http.tls import TlsListener
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import ThrottledWarnings, get_logger
@@ -41,6 +42,8 @@ _MAX_HEAD_BYTES = 65536
 """Limit of a request's line and headers while they are incomplete."""
 _MAX_HEAD_LINES = 256
 """Most lines of a request's head: parsing a line takes over a microsecond, before any key is checked."""
+_ACCEPT_PAUSE_SECONDS = 0.1
+"""Pause after a TLS connection could not be accepted, for instance because no more files can be opened."""
 _LOOK_SECONDS = 0.1
 """Time between two checks whether a client that has stopped sending is still there."""
 _REPEAT_LOG_SECONDS = 30.0
@@ -324,6 +327,79 @@ logging.getLogger("uvicorn.error").addFilter(
 )
 
 
+class _TlsListener:
+    """Accepts connections, and does the TLS handshake with each client. Used from one event loop.
+
+    Handshakes under way have the same limits, in all and for one client, as connections. asyncio would not count them,
+    and clients that never speak could use up all files that the process may open.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connect: Callable[[], asyncio.Protocol],
+        connections: Connections,
+    ) -> None:
+        """`connect` makes the protocol of a connection with TLS; `connections` has the limits."""
+        self._listener = listener
+        self._context = context
+        self._connect = connect
+        self._connections = connections
+        self._per_client: Counter[str] = Counter()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except OSError:
+                    await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                else:
+                    self._begin(connection, self._connections.client_of(address[0]))
+        finally:
+            self._listener.close()
+
+    def _begin(self, connection: socket.socket, client: str) -> None:
+        limits = self._connections
+        client_is_full = bool(client) and self._per_client[client] >= limits.max_per_client
+        if client_is_full or len(self._handshakes) >= limits.max_open:
+            connection.close()
+            return
+        self._per_client[client] += 1
+        task = asyncio.create_task(self._agree(connection, client))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _agree(self, connection: socket.socket, client: str) -> None:
+        try:
+            with suppress(OSError):  # no TLS, no accepted certificate, too late, or the client is gone
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    self._connect,
+                    connection,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._connections.options.header_seconds,
+                )
+        finally:
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
+
+    def close(self) -> None:
+        """Accept no more connections, and cancel handshakes."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until accepting and all handshakes have ended."""
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+
+
 class HttpServer:
     """One listening address: uvicorn's protocol with our connections."""
 
@@ -350,7 +426,7 @@ class HttpServer:
         self._tls = None if tls is None else http_context(tls)
         self._state = ServerState()
         self.connections = Connections(options)
-        self._server: asyncio.Server | TlsListener | None = None
+        self._server: asyncio.Server | _TlsListener | None = None
         self._dates: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -361,7 +437,7 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(connect, sock=self._socket, backlog=_BACKLOG)
         else:
-            self._server = TlsListener(self._socket, self._tls, connect, self.connections)
+            self._server = _TlsListener(self._socket, self._tls, connect, self.connections)
 
     async def _renew_date(self) -> None:
         """Keep the Date header of answers up to date."""

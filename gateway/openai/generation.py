@@ -402,13 +402,9 @@ class GenerationRoute:
         if not builder.keeps_values:
             yield lambda: None
             return
-        with self.gateway.logprob_quota.open() as quota:
-
-            def hold() -> None:
-                quota.hold(builder.num_kept, builder.kept_field)
-
-            hold()
-            yield hold
+        with self.gateway.logprob_quota.open() as hold:
+            hold(builder.num_kept, builder.kept_field)
+            yield lambda: hold(builder.num_kept, builder.kept_field)
 
     async def _whole(
         self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None]

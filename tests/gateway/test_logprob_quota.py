@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify, VerifyHost
 
-from gateway.core.gate import LogprobQuota, RequestQuota
+from gateway.core.gate import LogprobQuota
 from gateway.http.body import BodyReader
 from gateway.main import build_gateway
 from gateway.openai.completions import CompletionBuilder, CompletionRequest
@@ -131,18 +131,21 @@ async def test_what_a_client_has_not_read_yet_counts_and_takes_no_place(verify: 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=60), st.integers(4, 100))
 def test_never_more_than_the_limit_is_held_and_all_comes_back(steps: list[tuple[int, int]], most: int) -> None:
     logprob_quota = LogprobQuota(most)
-    open_ones: dict[int, tuple[Any, RequestQuota]] = {}
+    open_ones: dict[int, tuple[Any, Any]] = {}
+    held: dict[int, int] = {}
     for which, number in steps:
         try:
             if which not in open_ones:
                 context = logprob_quota.open()
                 open_ones[which] = (context, context.__enter__())
-            open_ones[which][1].hold(number, "logprobs")
+            open_ones[which][1](number, "logprobs")
+            held[which] = number
         except (InvalidRequestError, OverloadedError):
             if which in open_ones:
                 open_ones.pop(which)[0].__exit__(None, None, None)
-        assert logprob_quota.num_values == sum(quota.num_values for _, quota in open_ones.values()) <= most
-        assert all(quota.num_values <= logprob_quota.most_of_one for _, quota in open_ones.values())
+                held.pop(which, None)
+        assert logprob_quota.num_values == sum(held.values()) <= most
+        assert all(number <= logprob_quota.most_of_one for number in held.values())
     for context, _ in open_ones.values():
         context.__exit__(None, None, None)
     assert logprob_quota.num_values == 0
