@@ -43,6 +43,8 @@ class Delta(msgspec.Struct, frozen=True):
     """The model's reasoning, if it is told apart from the answer: final text, like `text`."""
     parts_start: int = 0
     """Characters of the answer's tokens so far that came before all of its `parts`."""
+    text_from: int = 0
+    """Where text behind the last call begins, among the characters of text and calls."""
 
     @property
     def text(self) -> str:
@@ -108,6 +110,7 @@ class Answer:
             matched_stop=matched,
             reasoning=reasoning,
             parts_start=self._parts.text_start,
+            text_from=0 if self._calls is None else self._calls.text_from,
         )
 
     def _split(self, text: str) -> Sequence[TextDelta | ToolCallDelta]:

@@ -293,8 +293,8 @@ class ToolCallParser:
         """Whether the calls are in a list that is still open."""
         self._position = 0
         """Characters read."""
-        self._text_from = 0
-        """Where calls, and marks that are no text, end."""
+        self.text_from = 0
+        """Where the calls so far end, with their marks; later text lies behind."""
         self._said: list[str] = []
         """Text that is not told yet."""
         self._said_from = self._said_to = 0
@@ -372,7 +372,7 @@ class ToolCallParser:
             elif character == "]" and self._in_list and self._called:
                 self._in_list = False
                 self._raw.clear()  # not text, whatever follows
-                self._text_from = self._position
+                self.text_from = self._position
             return
         self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener
@@ -381,10 +381,10 @@ class ToolCallParser:
             self._reader.read(character)
         elif closer and tail == closer and self._called:
             self._raw, self._step, self._spoke = [], self._read_text, False
-            self._text_from = self._position
+            self.text_from = self._position
         elif opener and tail == opener:
             if self._called:  # the separators before it are not text, whatever follows
-                self._raw, self._text_from = [opener], self._position - len(opener)
+                self._raw, self.text_from = [opener], self._position - len(opener)
             self._tail, self._any_name = "", True
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
@@ -444,7 +444,7 @@ class ToolCallParser:
             self._tell(arguments="".join(reader.arguments) if ended else "{}")
             self._await_call([])
             self._begun, self._name, self._called = False, "", True
-            self._text_from = self._position
+            self.text_from = self._position
 
     def _tell(self, *, id: str = "", name: str = "", arguments: str = "") -> None:
         """Add what is new of the last call."""
@@ -460,7 +460,7 @@ class ToolCallParser:
 
     def _say(self, text: str, end: int) -> None:
         if not self._said:
-            self._said_from = max(self._text_from, end - len(text))
+            self._said_from = max(self.text_from, end - len(text))
         self._said.append(text)
         self._said_to = end
 

@@ -274,7 +274,7 @@ class ResponsesBuilder(ResponseBuilder):
             else:
                 yield _Piece("message", part.text, None, start + part.start, start + part.end)
         if delta.finish_reason is not None and (not self._items or self._items[-1].kind == "message"):
-            yield _Piece("message", "", None, start, math.inf)
+            yield _Piece("message", "", None, start + delta.text_from, math.inf)
 
     def _add(self, piece: _Piece) -> bool:
         """Keep a piece and, for a message, its tokens. Return whether it begins an item."""

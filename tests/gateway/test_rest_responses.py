@@ -330,7 +330,7 @@ async def test_log_probabilities_of_a_message_behind_a_call_begin_with_it(caller
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS, "include": ["message.output_text.logprobs"]}
     answer: Any = await caller.openai().responses.create(**asked, extra_body={"stop": ["a banana!"]})
     assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "a a a"
-    caller.verify.say(f"<tool_call>{NOON}</tool_call>one<tool_call>{NOON}</tool_call>two")
+    caller.verify.say(f"<tool_call>{NOON}</tool_call>one<tool_call>{NOON}</tool_call>two<tool_call>{NOON}</tool_call>")
     answer = await caller.openai().responses.create(**asked, parallel_tool_calls=False)
     assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "onetwo"
 
