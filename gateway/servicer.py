@@ -199,14 +199,14 @@ class GatewayServicer(GatewayServiceServicer):
         request_id = f"gen-{uuid.uuid4().hex}"
         limit_time(context.time_remaining(), self._options.max_request_seconds)
         gateway = self._gateway
-        with gateway.enter(DOOR) as ticket:
+        with gateway.enter(DOOR) as reserve:
             model = gateway.model
             if request.ByteSize() <= _INLINE_BYTES:
                 decoded = decode_request(request)
             else:
                 decoded = await asyncio.to_thread(decode_request, request)
             job = await admit(decoded, model, request_id)
-            ticket.reserve(job.n)
+            reserve(job.n)
             async with aclosing(gateway.generate([job], model)) as deltas:
                 async for delta in deltas:
                     await self._write(context, encode_delta(request_id, delta))

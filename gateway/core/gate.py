@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 from outrider.rpc.call import client
@@ -16,29 +15,6 @@ _SHARE_OF_ONE = 4
 """One request may keep at most 1 / this of all values in memory."""
 _NO_KEY = ("", "0")
 """Names of clients at a door with fewer than two keys."""
-
-
-@dataclass(eq=False, repr=False)
-class Ticket:
-    """A request inside the gate. It holds one place until it knows how many answers it needs."""
-
-    gate: Gate
-    key: str
-    """The API key that the request came with, if there are several."""
-    num_answers: int = 0
-
-    def reserve(self, num_answers: int) -> None:
-        """Take a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
-        limit = self.gate.max_places(self.key)
-        if num_answers > limit:
-            raise InvalidRequestError(
-                "n",
-                f"{num_answers} answers are more than the limit of {limit}",
-                "ask for fewer answers or send fewer prompts at once",
-            )
-        if num_answers > self.num_answers:  # the request keeps the places it has, whoever came in meanwhile
-            self.gate.take(num_answers - self.num_answers, self.key)
-            self.num_answers = num_answers
 
 
 class Gate:
@@ -65,20 +41,37 @@ class Gate:
         return self._held.total()
 
     @contextmanager
-    def enter(self) -> Iterator[Ticket]:
-        """Let a request in. Raises UnavailableError once `drain` was called, OverloadedError when full."""
+    def enter(self) -> Iterator[Callable[[int], None]]:
+        """Let a request in, with one place until it knows how many answers it needs.
+
+        Yield a function that takes a place for each answer. It raises OverloadedError, or InvalidRequestError if they
+        can never fit. Raises UnavailableError once `drain` was called, OverloadedError when full.
+        """
         self.check()
-        ticket = Ticket(self, _key())
-        ticket.reserve(1)
+        key, held = _key(), 0
+
+        def reserve(num_answers: int) -> None:
+            nonlocal held
+            if num_answers > (limit := self._max_places(key)):
+                raise InvalidRequestError(
+                    "n",
+                    f"{num_answers} answers are more than the limit of {limit}",
+                    "ask for fewer answers or send fewer prompts at once",
+                )
+            if num_answers > held:  # the request keeps the places it has, whoever came in meanwhile
+                self.take(num_answers - held, key)
+                held = num_answers
+
+        reserve(1)
         self.num_requests += 1
         self._empty.clear()
         try:
-            yield ticket
+            yield reserve
         finally:
             self.num_requests -= 1
-            self._held[ticket.key] -= ticket.num_answers
-            if not self._held[ticket.key]:
-                del self._held[ticket.key]
+            self._held[key] -= held
+            if not self._held[key]:
+                del self._held[key]
             if self.num_requests == 0:
                 self._empty.set()
 
@@ -88,7 +81,7 @@ class Gate:
             raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
         self._check(1, _key())
 
-    def max_places(self, key: str) -> int:
+    def _max_places(self, key: str) -> int:
         """Return how many answers one request with this key can ever have."""
         return self.max_answers if key in _NO_KEY else self.max_answers - self.max_answers // 4
 
@@ -105,7 +98,7 @@ class Gate:
             )
         # Counts at least two keys, so that the only key leaves something for the next one.
         share = max(1, self.max_answers // max(2, len({*self._held, key})))
-        if num_then > self.max_places(key) and self._held[key] + num_answers > share:
+        if num_then > self._max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(
                 "this API key already has its share of the answers in progress; try again later", code="share_used_up"
             )

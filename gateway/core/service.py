@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import Catalogue, GatewayModel
-from gateway.core.gate import Gate, LogprobQuota, Ticket
+from gateway.core.gate import Gate, LogprobQuota
 from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
@@ -49,10 +49,10 @@ class Gateway:
         return model
 
     @contextmanager
-    def enter(self, door: str) -> Iterator[Ticket]:
-        """Let a request in and count how it fails. Raises OverloadedError or UnavailableError."""
-        with self.counted(door), self.gate.enter() as ticket:
-            yield ticket
+    def enter(self, door: str) -> Iterator[Callable[[int], None]]:
+        """Do the same as the gate's `enter`, and count how the request fails."""
+        with self.counted(door), self.gate.enter() as reserve:
+            yield reserve
 
     @contextmanager
     def counted(self, door: str) -> Iterator[None]:

@@ -131,20 +131,13 @@ class EventStream:
         self._stall_seconds = stall_seconds
         self.begun = False
 
-    async def write(self, data: bytes) -> None:
-        """Send whole events. Raises ClientStalled."""
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send whole events; without `more` they are the last. Raises ClientStalled."""
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-        if data:
-            await self._send_body(data, more=True)
-
-    async def end(self, data: bytes = b"") -> None:
-        """Send the last events and end the answer. Raises ClientStalled."""
-        await self.write(b"")
-        await self._send_body(data, more=False)
-
-    async def _send_body(self, data: bytes, *, more: bool) -> None:
+        if more and not data:
+            return
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -367,7 +367,7 @@ class GenerationRoute:
     async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
         """Answer a request; `counted` is closed once the request's texts are token ids."""
         with ExitStack() as place:
-            ticket = place.enter_context(self.gateway.gate.enter())
+            reserve = place.enter_context(self.gateway.gate.enter())
             model = self.gateway.model
             request_id = f"{self.builder_type.id_prefix}-{uuid.uuid4().hex}"
             jobs = [
@@ -376,7 +376,7 @@ class GenerationRoute:
             ]
             await counted.aclose()
             builder = self.builder_type(model, jobs, body)
-            ticket.reserve(sum(job.n for job in jobs))
+            reserve(sum(job.n for job in jobs))
             with self._quota_of(builder) as hold:
                 deltas = self.gateway.generate(jobs, model)
                 if body.stream:
@@ -438,9 +438,9 @@ class GenerationRoute:
             else:
                 error = internal_error(error, "a stream", _logger)
             self.gateway.count_error(DOOR, error)
-            await stream.end(builder.error_event(error))
+            await stream.write(builder.error_event(error), more=False)
         else:
-            await stream.end(builder.stream_end)
+            await stream.write(builder.stream_end, more=False)
 
     async def _rendered(self, builder: ResponseBuilder, delta: Delta | None = None) -> bytes:
         """Return the events of a delta, or the whole response."""

@@ -160,11 +160,11 @@ def test_a_request_keeps_its_place_when_another_key_s_comes_in_before_its_answer
     with gate.enter() as first:
         client.set("beta/0")
         with gate.enter() as second:
-            second.reserve(1)
-            first.reserve(1)
+            second(1)
+            first(1)
             assert gate.num_answers == 7
             with pytest.raises(OverloadedError):
-                first.reserve(2)
+                first(2)
     client.reset(name)
     assert gate.num_answers == 5
 
