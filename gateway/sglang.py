@@ -12,15 +12,7 @@ from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import (
-    Job,
-    PromptText,
-    SamplingFields,
-    ServingFields,
-    StopFields,
-    Text,
-    TokenIdList,
-)
+from gateway.core.request import Job, PromptText, SamplingFields, ServingFields, StopFields, Text, TokenIdList
 from gateway.http.responses import Body
 from gateway.openai.fields import (
     EBNF,

@@ -58,7 +58,7 @@ class ReasoningSplitter:
         """Without a start, everything is the answer's text."""
         self._held = ""
         self._spaces: list[str] = []
-        """White space after the last reasoning, which more reasoning may follow."""
+        """White space before the marker, or after the last reasoning, which more reasoning may follow."""
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._begin = "" if start is None else start.markers.begin + start.markers.label
@@ -92,19 +92,23 @@ class ReasoningSplitter:
         return parts
 
     def _run(self, *, final: bool) -> None:
-        while self._held and self._step(final):
+        while (self._held or self._spaces) and self._step(final):
             pass
 
     def _before(self, final: bool) -> bool:
         """Do this step. Like every step, return whether the next one has something to do at once."""
         text = self._held.lstrip()
+        self._spaces.append(self._held[: len(self._held) - len(text)])
+        self._held = text
         if text.startswith(self._begin):
             self._held = text[len(self._begin) :]
             self._step = self._inside
         elif self._begin.startswith(text) and not final:
             return False
         else:
+            self._held = "".join([*self._spaces, text])
             self._step = self._take_text
+        self._spaces.clear()
         return True
 
     def _inside(self, final: bool) -> bool:

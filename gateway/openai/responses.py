@@ -16,12 +16,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.request import Job
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.http.responses import Body, ErrorDetail, error_detail, event, json_bytes
-from gateway.openai.generation import (
-    CompletionTokensDetails,
-    PromptTokensDetails,
-    ResponseBuilder,
-    SpeculationUsage,
-)
+from gateway.openai.generation import CompletionTokensDetails, PromptTokensDetails, ResponseBuilder, SpeculationUsage
 from gateway.openai.logprobs import TokenLogprob, TokenNames, TraceBody, chat_logprobs
 from gateway.openai.responses_request import ResponsesRequest
 from outrider.errors import OutriderError

@@ -81,3 +81,6 @@ def test_white_space_without_an_end_is_read_on() -> None:
     pieces = ["a", *[" " * 64] * 30_000, "b"]
     assert split(pieces, begun=True) == ("".join(pieces), "")
     assert split([*pieces[:-1], "</think>c"], begun=True) == ("a", "c")
+    assert split([*pieces[1:], "</think>"], begun=False) == ("", "".join([*pieces[1:], "</think>"]))
+    assert split(pieces[1:-1], begun=False) == ("", "".join(pieces[1:-1]))
+    assert split([*pieces[1:-1], "<think>a</think>b"], begun=False) == ("a", "b")
