@@ -133,11 +133,11 @@ class EventStream:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Send whole events; without `more` they are the last. Raises ClientStalled."""
+        if more and not data:
+            return
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-        if more and not data:
-            return
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -141,6 +141,13 @@ async def test_an_error_behind_a_comment_is_an_event(verify: ScriptedVerify, tmp
         assert '"error"' in text and "[DONE]" not in text
 
 
+async def test_a_stream_that_fails_before_its_first_event_has_the_status_of_the_error(world: World) -> None:
+    world.verify.say("🙂")
+    world.verify.round_size = world.verify.fail_after = 1  # the first token is a part of a character, without text
+    response = await world.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+
+
 async def test_an_idle_connection_outlives_those_of_proxies_and_client_libraries() -> None:
     server = HttpServer(None, "127.0.0.1:0", option="--rest-address", options=GatewayOptions())
     # nginx and the load balancers of clouds keep idle connections for 60 s, httpx for 5 s.
