@@ -80,8 +80,10 @@ class Answer:
 
     def feed(self, chunk: GenerationUpdate) -> Delta:
         """Return what a chunk adds. A stop string finishes the answer, and tokens after it are dropped."""
-        if self.job.prompt_only:
-            return self._feed_prompt(chunk)
+        count_rounds(self.usage, chunk)
+        if self.job.prompt_only:  # the one committed token is dropped
+            reason = None if chunk.finish_reason is None else FinishReason.LENGTH
+            chunk = GenerationUpdate(prompt_logprobs=chunk.prompt_logprobs, finish_reason=reason)
         tokens: list[Token] = []
         for index in range(len(chunk.token_ids)):
             token, final = self._take(chunk, index)
@@ -97,7 +99,6 @@ class Answer:
         reasoning, text = self._parts.take(final=self.finish_reason is not None)
         self.usage.num_reasoning_tokens = self._parts.num_tokens
         self.usage.completion_tokens += len(tokens)
-        count_rounds(self.usage, chunk)
         matched: int | str | None = self._stop.matched
         if matched is None and tokens and tokens[-1].ends_answer:
             matched = tokens[-1].id
@@ -121,13 +122,6 @@ class Answer:
         start = self._num_characters
         self._num_characters += len(text)
         return (TextDelta(text, start, self._num_characters),) if text else ()
-
-    def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
-        """Return what a chunk adds if only the prompt is wanted; the one committed token is dropped."""
-        self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
-        count_rounds(self.usage, chunk)
-        chunk = GenerationUpdate(prompt_logprobs=chunk.prompt_logprobs)
-        return Delta(self._place, (), (), chunk, self.finish_reason)
 
     def _take(self, chunk: GenerationUpdate, index: int) -> tuple[Token, str]:
         """Return one token of a chunk, and the text that is final with it."""
