@@ -49,7 +49,7 @@ class Delta(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The text outside of calls."""
-        return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
+        return "".join([part.text for part in self.parts if isinstance(part, TextDelta)])
 
     @property
     def tool_calls(self) -> list[ToolCallDelta]:

@@ -379,20 +379,21 @@ class ChatBuilder(ChoicesBuilder):
         )
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[ChatChunkChoice]:
-        index, logprobs = delta.choice_index, chat_logprobs(delta.tokens, self._names)
+        index, text, tool_calls = delta.choice_index, delta.text, delta.tool_calls
+        logprobs = chat_logprobs(delta.tokens, self._names)
         if not answer.begun:
             answer.begun = True
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
         more = self._about_tokens(delta)
-        if delta.reasoning or delta.text or logprobs is not None or more:
+        if delta.reasoning or text or logprobs is not None or more:
             news = self._thought(delta.reasoning)
-            if delta.text or not news:
-                news["content"] = delta.text
+            if text or not news:
+                news["content"] = text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **more)
-        if delta.tool_calls:
-            answer.calls.extend(delta.tool_calls)
-            calls = ChatDelta(tool_calls=[CallDelta.of(call) for call in delta.tool_calls])
+        if tool_calls:
+            answer.calls.extend(tool_calls)
+            calls = ChatDelta(tool_calls=[CallDelta.of(call) for call in tool_calls])
             yield ChatChunkChoice(index=index, delta=calls, logprobs=None, finish_reason=None)
         if delta.finish_reason is not None:
             reason = _finish_word(delta.finish_reason, answer)
