@@ -172,7 +172,7 @@ _CONTENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_
 """Names of an item's content in the names of events; for an item with parts, also the type of its part."""
 
 
-class _Piece(NamedTuple):
+class _ItemPiece(NamedTuple):
     """What a delta adds to one item."""
 
     kind: ItemKind
@@ -257,21 +257,21 @@ class ResponsesBuilder(ResponseBuilder):
         told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
         return self.event(self._event("error", **told))
 
-    def _pieces(self, delta: Delta) -> Iterator[_Piece]:
+    def _pieces(self, delta: Delta) -> Iterator[_ItemPiece]:
         """Yield what a delta adds. The last piece of an answer that ends with a message, or has no item, is empty."""
         self._waiting.extend(delta.tokens if self._tells_logprobs else ())
         start = delta.parts_start
         if delta.reasoning:
-            yield _Piece("reasoning", delta.reasoning)
+            yield _ItemPiece("reasoning", delta.reasoning)
         for part in delta.parts:
             if isinstance(part, ToolCallDelta):
-                yield _Piece("function_call", part.arguments, part)
+                yield _ItemPiece("function_call", part.arguments, part)
             else:
-                yield _Piece("message", part.text, None, start + part.start, start + part.end)
+                yield _ItemPiece("message", part.text, None, start + part.start, start + part.end)
         if delta.finish_reason is not None and (not self._items or self._items[-1].kind == "message"):
-            yield _Piece("message", "", None, start + delta.text_from, math.inf)
+            yield _ItemPiece("message", "", None, start + delta.text_from, math.inf)
 
-    def _add(self, piece: _Piece) -> bool:
+    def _add(self, piece: _ItemPiece) -> bool:
         """Keep a piece and, for a message, its tokens. Return whether it begins an item."""
         kind, call = piece.kind, piece.call
         begins = not self._items or self._items[-1].kind != kind or (call is not None and bool(call.id))
@@ -289,7 +289,7 @@ class ResponsesBuilder(ResponseBuilder):
                 item.tokens.append(token)
         return begins
 
-    def _more(self, piece: _Piece) -> Iterator[ResponseEvent]:
+    def _more(self, piece: _ItemPiece) -> Iterator[ResponseEvent]:
         kind = piece.kind
         if self._add(piece):
             index = len(self._items) - 1
