@@ -135,9 +135,11 @@ class VerifyLines:
         for session in list(self._released):
             if not self.send(session, []):
                 del self._released[session]
-        for line in self._lines.values():
+        for session, line in list(self._lines.items()):
             if line.backlog:
                 line.flush()
+                if line.closed:  # at once: a new line may get its descriptor, and would lose its place in the poll
+                    self._lose(session)
 
     def close(self) -> None:
         """Accept no more lines, and close all open ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import socket
 import sys
 import tempfile
@@ -22,10 +23,13 @@ from draft_fakes import open_message
 from msgspec.structs import replace
 from service_process import start_door, wait_until
 
+from draft_service.engine.inbox import VerifyLines
 from outrider.config.draft import DraftOptions
+from outrider.host.frames import FromVerify
 from outrider.host.line import (
     MAX_LINE_FRAME_BYTES,
     MAX_STALL_SECONDS,
+    MAX_UNSENT_BYTES,
     DraftBatch,
     FeatureBatch,
     Line,
@@ -39,7 +43,16 @@ from outrider.host.line import (
     to_draft,
     to_verify,
 )
-from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
+from outrider.protocol.speculation import (
+    Close,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    Grow,
+    Hello,
+    LineOffer,
+    VerifyMessage,
+)
 from outrider.rpc.channel import open_channel
 
 
@@ -327,3 +340,28 @@ def test_more_than_may_wait_is_sent_while_it_is_read_and_loses_the_line_while_it
     line.send(VerifyBatch([]))
     assert line.closed and not line.backlog
     reader.close()
+
+
+def test_a_line_that_stalls_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.host.line.MAX_STALL_SECONDS", 0.0)
+    listener, poll = Listener(), select.poll()
+    lines = VerifyLines(listener, poll)
+
+    def named(session: int, token: str) -> None:
+        lines.expect(session, token)
+        lines.accept()
+        lines.take()
+
+    stalled = call(LineOffer(listener.host, listener.path, "one"))
+    named(1, "one")
+    lines.send(1, [Decline(1, DeclineReason.OVERLOADED, True, "x" * 2 * MAX_UNSENT_BYTES)])
+    other = call(LineOffer(listener.host, listener.path, "two"))
+    lines.flush()
+    assert lines.lost == [1]
+    # The new line's socket may have the number of the lost one's.
+    named(2, "two")
+    assert not poll.poll(0)
+    say(other, Close(7))
+    assert poll.poll(0)
+    assert lines.take() == [FromVerify(2, [Close(7)])]
+    lines.close()
