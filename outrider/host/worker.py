@@ -172,11 +172,6 @@ class Pipe(Generic[FrameT]):
             self.closed = True
             return []
 
-    def wait(self, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds (None: for ever) until bytes arrive or unsent ones can be sent."""
-        if not self.closed:
-            wait_for_any([self], timeout)
-
 
 def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequence[Any] = ()) -> None:
     """Wait up to `timeout` seconds (None: for ever) until bytes arrive or unsent ones of the pipes can be sent.
@@ -249,7 +244,7 @@ def await_start(pipe: Pipe[Any]) -> Start[Any] | None:
             if not isinstance(frame, Start):
                 raise InternalError("the door's first frame is not Start")
             return frame
-        pipe.wait(None)
+        wait_for_any([pipe], None)
     return None
 
 

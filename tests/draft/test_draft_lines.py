@@ -352,7 +352,7 @@ def test_a_line_that_stalls_leaves_its_place_to_others(monkeypatch: pytest.Monke
         lines.accept()
         lines.take()
 
-    stalled = call(LineOffer(listener.host, listener.path, "one"))
+    call(LineOffer(listener.host, listener.path, "one"))
     named(1, "one")
     lines.send(1, [Decline(1, DeclineReason.OVERLOADED, True, "x" * 2 * MAX_UNSENT_BYTES)])
     other = call(LineOffer(listener.host, listener.path, "two"))

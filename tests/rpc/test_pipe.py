@@ -35,7 +35,7 @@ def test_many_open_files_hold_up_nothing(ends: tuple[Pipe[Note], socket.socket])
     wait_for_any([pipe], 0.0)
     door.sendall(pack(Note("come")))
     wait_for_any([], None, others=[pipe])
-    pipe.wait(None)
+    wait_for_any([pipe], None)
     assert pipe.receive() == [Note("come")]
     pipe.send(Note("x" * (MAX_BACKLOG_BYTES // 2)))
     pipe.drain(0.0)

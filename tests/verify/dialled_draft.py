@@ -23,6 +23,7 @@ from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
 from verify_service.door.dialer import DraftDialer
 from verify_service.door.session import DraftSession
+from verify_service.frames import FeatureStreamAccepted, FeatureStreamReleased, ProjectionFrame
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, token_ids_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
@@ -63,19 +64,19 @@ class Events:
             port.reset()
         self.changed.set()
 
-    async def features_projection(self, port: DraftSession, part: ProjectionPart) -> None:
-        self.parts.append(part)
+    def send(self, frame: FeatureStreamAccepted | FeatureStreamReleased | ProjectionFrame) -> None:
+        match frame:
+            case FeatureStreamAccepted():
+                self.windows.append(frame.window)
+                self.opened.append(frame.uses_ring)
+            case FeatureStreamReleased():
+                self.releases.append(frame.through)
+            case ProjectionFrame():
+                self.parts.append(frame.part)
         self.changed.set()
+
+    async def writable(self) -> None:
         await self.may_go_on.wait()
-
-    def features_opened(self, port: DraftSession, window: int, uses_ring: bool) -> None:
-        self.windows.append(window)
-        self.opened.append(uses_ring)
-        self.changed.set()
-
-    def features_released(self, port: DraftSession, through: int) -> None:
-        self.releases.append(through)
-        self.changed.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):

@@ -28,6 +28,7 @@ from outrider.protocol.speculation import (
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Projection
 from verify_service.door.remote import MAX_UNREAD_DRAFT_WEIGHT, RemoteVerifyEngine
+from verify_service.frames import FeatureStreamAccepted, FeatureStreamReleased, ProjectionFrame
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -254,11 +255,11 @@ class DistantDraft(ProjectedDraft):
         data = self.projection.data if begin.wants_projection else b""
         for offset in range(0, len(data), 1000):
             part = ProjectionPart(0, self.projection.dtype, offset, bytes(data[offset : offset + 1000]))
-            await self.remote.features_projection(self, part)
-        self.remote.features_opened(self, 0, False)
+            self.remote.send(ProjectionFrame(self.number, part))
+        self.remote.send(FeatureStreamAccepted(self.number, 0))
 
     def release(self) -> None:
-        self.remote.features_released(self, self.messages[-1].sequence)
+        self.remote.send(FeatureStreamReleased(self.number, self.messages[-1].sequence))
 
 
 async def test_a_projection_reaches_the_engine_in_parts(model: CausalLM, wanted: list[list[int]]) -> None:
@@ -291,7 +292,9 @@ async def test_parts_of_a_projection_wait_for_an_engine_that_is_behind(model: Ca
         async def give() -> None:
             nonlocal num_sent
             for number in range(100):
-                await remote.features_projection(draft, ProjectionPart(0, "float32", number, bytes(MAX_FEATURE_BYTES)))
+                part = ProjectionPart(0, "float32", number, bytes(MAX_FEATURE_BYTES))
+                remote.send(ProjectionFrame(draft.number, part))
+                await remote.writable()
                 num_sent += 1
 
         giving = asyncio.create_task(give())

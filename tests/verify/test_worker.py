@@ -200,7 +200,6 @@ def test_a_door_that_is_gone_takes_what_is_sent_with_it(wire: Wire) -> None:
     wire.pipe.send(Refused("x"))
     wire.pipe.drain(20)
     assert wire.pipe.closed and wire.pipe.receive() == []
-    wire.pipe.wait(20)
 
 
 def test_a_door_that_goes_on_sending_does_not_hold_the_engine_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from outrider.protocol.speculation import (
     FeaturesBegin,
     Grow,
     Hello,
-    ProjectionPart,
     VerifyMessage,
 )
 from outrider.tree.handshake import Terms
@@ -30,12 +29,9 @@ from verify_service.frames import (
     Cancel,
     DraftUp,
     EngineUpdates,
-    FeatureStreamAccepted,
-    FeatureStreamReleased,
     FromDraft,
     FromEngine,
     OpenFeatureStream,
-    ProjectionFrame,
     RoundReport,
     Snapshot,
     Submit,
@@ -234,19 +230,6 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         messages = [Hello(0, 0) if isinstance(message, Hello) else message for message in messages]
         # Note the time: messages may lie unread for a whole round, which is not the draft's fault.
         self.send(FromDraft(stream.number, time.monotonic(), weight, messages))
-
-    async def features_projection(self, stream: DraftStream, part: ProjectionPart) -> None:
-        """Send the next part of a session's projection; returns when most of it has left, to give others their turn."""
-        self.send(ProjectionFrame(stream.number, part))
-        await self.writable()
-
-    def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
-        """Tell the engine that a session's features stream is open, after its projection if that was wanted."""
-        self.send(FeatureStreamAccepted(stream.number, window, uses_ring))
-
-    def features_released(self, stream: DraftStream, through: int) -> None:
-        """Tell the engine that a draft has released all features up to message `through`."""
-        self.send(FeatureStreamReleased(stream.number, through))
 
     def on_ready(self, served: TargetProfile) -> None:
         """See EngineConnection."""

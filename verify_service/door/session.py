@@ -40,6 +40,7 @@ from outrider.rpc.channel import open_channel
 from outrider.tree.handshake import ProjectionReader, Terms
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.door.remote import RemoteVerifyEngine
+from verify_service.frames import FeatureStreamAccepted, FeatureStreamReleased, ProjectionFrame
 
 log = get_logger(__name__)
 
@@ -92,7 +93,8 @@ class FeatureUpload:
             if self.reader is not None:
                 await self._read_projection(call, self.reader)
             self._max_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
-            engine.features_opened(self.session, accept.window, accept.uses_ring)
+            number = self.session.number
+            engine.send(FeatureStreamAccepted(number, accept.window, accept.uses_ring))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
             try:
@@ -102,7 +104,7 @@ class FeatureUpload:
                     if response.through > self._written:
                         problem = f"{response.through} was not sent yet, {self._written} is the last that was"
                         raise InvalidRequestError("released.through", problem)
-                    engine.features_released(self.session, response.through)
+                    engine.send(FeatureStreamReleased(number, response.through))
             finally:
                 await end_writer(writer)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
@@ -124,7 +126,8 @@ class FeatureUpload:
             if not isinstance(part, ProjectionPart):
                 raise InvalidRequestError("event", "is no part of the projection that is missing")
             whole = reader.take(part)
-            await self.session.engine.features_projection(self.session, part)
+            self.session.engine.send(ProjectionFrame(self.session.number, part))
+            await self.session.engine.writable()
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:

@@ -58,33 +58,26 @@ class TorchRound(Pending):
         return self._run()
 
 
-class _Part:
-    """An entry as it was when it was launched: its request may end and lose its pages before it is run."""
+class _Part(NamedTuple):
+    """An entry that was launched."""
 
-    def __init__(self, entry: Entry, slots: torch.Tensor, first: int) -> None:
-        self.entry = entry
-        self.first = first
-        """Its first row among all rows of the round."""
-        self.samples = entry.samples
-        self.num_extend = entry.num_extend
-        self.num_tokens = entry.num_tokens
-        self.start = entry.start
-        """Position of its first token."""
-        self.end = entry.start + entry.num_extend
-        """Position behind the committed tokens; nodes lie from here on."""
-        self.slots = slots
-        self.scored = entry.scored
+    entry: Entry
+    slots: torch.Tensor
+    """KV slot of each position: the request may end and lose its pages before the entry is run."""
+    first: int
+    """Its first row among all rows of the round."""
 
     def segment(self, first: int, last: int, page_size: int) -> Segment:
         """Return its rows `first` up to `last`."""
-        mask = entry_mask(self.entry) if last > self.num_extend else None
+        mask = entry_mask(self.entry) if last > self.entry.num_extend else None
         mask = None if mask is None else mask[first:last, :last]
-        length = self.start + last
+        length = self.entry.start + last
         return Segment(last - first, self.slots[:length], mask, num_spare=-length % page_size)
 
     def moves(self, accepted: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return slots of accepted nodes, with the slots that they move to in committed order; empty if none moves."""
-        moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
+        end = self.entry.start + self.entry.num_extend
+        moved = [(end + node, end + place) for place, node in enumerate(accepted) if node != place]
         return [(self.slots[[source for source, _ in moved]], self.slots[[to for _, to in moved]])] if moved else []
 
 
@@ -97,17 +90,13 @@ class _PartRows(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """One of a round's forwards.
-
-    Attributes:
-        batch: of M rows.
-        rows: M places, where they stand among all rows of the round.
-        slots: int64 [M], the rows' KV slots, at which features are stored, too.
-    """
+    """One of a round's forwards, of M rows."""
 
     batch: ForwardBatch
     rows: Sequence[int]
+    """[M], where they stand among all rows of the round."""
     slots: torch.Tensor
+    """int64 [M], their KV slots, at which features are stored, too."""
 
 
 def cut_round(parts: Sequence[_Part], steady_rows: int) -> list[list[_PartRows]]:
@@ -117,17 +106,17 @@ def cut_round(parts: Sequence[_Part], steady_rows: int) -> list[list[_PartRows]]
     can change it. Longer chunks of prompts get a forward each, and all other rows as few forwards as they need.
     """
     if not steady_rows:
-        return [[_PartRows(part, 0, part.num_tokens) for part in parts]]
-    long = [[_PartRows(part, 0, part.num_extend)] for part in parts if part.entry.is_long(steady_rows)]
+        return [[_PartRows(part, 0, part.entry.num_tokens) for part in parts]]
+    long = [[_PartRows(part, 0, part.entry.num_extend)] for part in parts if part.entry.is_long(steady_rows)]
     forwards: list[list[_PartRows]] = []
     room = 0
     for part in parts:
-        first = part.num_extend if part.entry.is_long(steady_rows) else 0
-        while first < part.num_tokens:
+        first, num_tokens = part.entry.num_extend if part.entry.is_long(steady_rows) else 0, part.entry.num_tokens
+        while first < num_tokens:
             if not room:
                 forwards.append([])
                 room = steady_rows
-            last = min(first + room, part.num_tokens)
+            last = min(first + room, num_tokens)
             forwards[-1].append(_PartRows(part, first, last))
             first, room = last, room - (last - first)
     return long + forwards
@@ -174,23 +163,23 @@ class TorchExecutor(Executor):
         hidden = self._hidden(forwards)
         rows: list[int] = []
         for part in parts:
-            if part.samples:
-                rows.extend(range(part.first + part.num_extend - 1, part.first + part.num_tokens))
+            if part.entry.samples:
+                rows.extend(range(part.first + part.entry.num_extend - 1, part.first + part.entry.num_tokens))
         logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows]) if rows else hidden
         results: list[Result] = []
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         row = 0
         for part in parts:
-            result = Result()
-            if part.samples:
-                num_rows = part.num_tokens - part.num_extend + 1
-                result, accepted = self._walk(part.entry, logits[row : row + num_rows])
+            entry, result = part.entry, Result()
+            if entry.samples:
+                num_rows = entry.num_tokens - entry.num_extend + 1
+                result, accepted = self._walk(entry, logits[row : row + num_rows])
                 moves += part.moves(accepted)
                 row += num_rows
-            if part.scored:
-                start = part.first + part.scored.start - part.start
-                scores = PromptScores(part.entry, part.scored)
-                scores.compute(self._model.logits, hidden[start : start + len(part.scored)])
+            if positions := entry.scored:
+                start = part.first + positions.start - entry.start
+                scores = PromptScores(entry, positions)
+                scores.compute(self._model.logits, hidden[start : start + len(positions)])
                 result = with_prompt(result, scores)
             results.append(result)
         self._compact(moves)
@@ -240,13 +229,16 @@ class TorchExecutor(Executor):
         positions: list[int] = []
         rows: list[int] = []
         for part, first, last in pieces:
-            nodes, start, end = part.entry.nodes, part.start, part.end
+            nodes, start = part.entry.nodes, part.entry.start
+            end = start + part.entry.num_extend
             token_ids += [*part.entry.request.tokens[start:end], *nodes.token_ids][first:last]
             positions += [*range(start, end), *(end - 1 + depth for depth in nodes.depths)][first:last]
             rows += range(part.first + first, part.first + last)
         segments = [part.segment(first, last, self._page_size) for part, first, last in pieces]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
-        slots = torch.cat([part.slots[part.start + first : part.start + last] for part, first, last in pieces])
+        slots = torch.cat(
+            [part.slots[part.entry.start + first : part.entry.start + last] for part, first, last in pieces]
+        )
         return _Forward(batch, rows, slots)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
