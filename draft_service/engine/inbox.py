@@ -51,15 +51,6 @@ class LineFeatures(NamedTuple):
     features: list[Features]
 
 
-@dataclass(slots=True)
-class _UnnamedLine:
-    """State of a line whose session is not known yet."""
-
-    since: float
-    """When the line was accepted, on the monotonic clock."""
-    frames: list[OnLine] = field(default_factory=list)
-
-
 class VerifyLines:
     """The draft's ends of all lines, registered with the inbox's poll object. Used by one thread."""
 
@@ -70,7 +61,8 @@ class VerifyLines:
         self._poll = poll
         self._expected: dict[str, int] = {}
         """Sessions without a line, by the token that names them."""
-        self._unnamed: dict[_VerifyLine, _UnnamedLine] = {}
+        self._unnamed: dict[_VerifyLine, float] = {}
+        """Lines whose session is not known yet, and when they were accepted, on the monotonic clock."""
         self._lines: dict[int, _VerifyLine] = {}
         """Lines by session."""
         self._released: dict[int, int] = {}
@@ -95,21 +87,19 @@ class VerifyLines:
         if line is not None:
             self._close(line)
 
-    def accept(self) -> None:
-        """Accept new lines. Afterwards call `expect` for each session known by then, and only then `take`."""
-        if self.listener is None:
-            return
-        for line in self.listener.accept():
-            self._unnamed[line] = _UnnamedLine(monotonic())
+    def accept(self) -> list[tuple[_VerifyLine, list[OnLine]]]:
+        """Accept new lines; return those without a session, with what has arrived on them. Afterwards call `expect` for
+        each session known by then, and only then `take`."""
+        for line in [] if self.listener is None else self.listener.accept():
+            self._unnamed[line] = monotonic()
             self._poll.register(line.fileno(), select.POLLIN)
-        for line, unnamed in self._unnamed.items():
-            unnamed.frames += line.receive_from(_VERIFY)
+        return [(line, line.receive_from(_VERIFY)) for line in self._unnamed]
 
-    def take(self) -> list[FromVerify | LineFeatures]:
-        """Return everything that has arrived, without waiting."""
+    def take(self, unnamed: Sequence[tuple[_VerifyLine, list[OnLine]]]) -> list[FromVerify | LineFeatures]:
+        """Return everything that has arrived, without waiting. `unnamed`: what `accept` has returned."""
         received: list[FromVerify | LineFeatures] = []
-        for line, unnamed in list(self._unnamed.items()):
-            self._identify(line, unnamed, received)
+        for line, frames in unnamed:
+            self._identify(line, frames, received)
         for session, line in list(self._lines.items()):
             self._read(session, line.receive_from(_VERIFY), received)
             if line.closed:
@@ -143,17 +133,17 @@ class VerifyLines:
 
     def close(self) -> None:
         """Accept no more lines, and close all open ones."""
-        for line in (*self._unnamed, *self._lines.values()):
+        for line in self.open_lines():
             line.close()
         if self.listener is not None:
             self.listener.close()
 
-    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[FromVerify | LineFeatures]) -> None:
+    def _identify(self, line: _VerifyLine, frames: list[OnLine], received: list[FromVerify | LineFeatures]) -> None:
         """Give a line to the session that its first frame names; close the line if it names none in time."""
-        session, frames = None, unnamed.frames
+        session = None
         if frames and isinstance(frames[0], LineHello):
             session = self._expected.pop(frames[0].token, None)
-        late = monotonic() - unnamed.since > _HELLO_SECONDS
+        late = monotonic() - self._unnamed[line] > _HELLO_SECONDS
         if session is not None and not line.closed:
             del self._unnamed[line]
             self._lines[session] = line
@@ -232,7 +222,7 @@ class DraftInbox:
 
     def _receive(self) -> None:
         # The order matters: the door has sent the SessionUp of a session before a line of this session can arrive.
-        self.lines.accept()
+        unnamed = self.lines.accept()
         frames = self._pipe.receive_from("the door")
         self._arrived += frames
         for frame in frames:
@@ -241,7 +231,7 @@ class DraftInbox:
             elif isinstance(frame, SessionDown):
                 self.lines.forget(frame.session)
                 self.ended.add(frame.session)
-        for one in self.lines.take():
+        for one in self.lines.take(unnamed):
             if isinstance(one, LineFeatures):
                 self._arrived_features.append(one)
             else:

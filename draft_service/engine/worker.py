@@ -41,8 +41,8 @@ from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import AnswerPort, Requests, drafters_of_any_target, introduce
-from outrider.errors import ConfigError, InternalError, is_device_failure, raise_device_failure
-from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost, Start, Stop
+from outrider.errors import ConfigError, is_device_failure, raise_device_failure
+from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost, Stop
 from outrider.host.line import Listener, listen
 from outrider.host.process import switch_threads_often
 from outrider.host.worker import (
@@ -281,8 +281,6 @@ class DraftEngine:
                 self._stopping = True
             case FeatureStreamUp() | FeatureStreamDown() | FeaturePieces() | AskProjection():
                 self._features.handle(frame)
-            case Start():
-                raise InternalError("the door started twice")
 
     def _begin(self, up: SessionUp) -> None:
         """Begin a session; if its target differs from the last one, forget what was learned from that one's text."""

@@ -349,8 +349,7 @@ def test_a_line_that_stalls_leaves_its_place_to_others(monkeypatch: pytest.Monke
 
     def named(session: int, token: str) -> None:
         lines.expect(session, token)
-        lines.accept()
-        lines.take()
+        lines.take(lines.accept())
 
     call(LineOffer(listener.host, listener.path, "one"))
     named(1, "one")
@@ -363,5 +362,5 @@ def test_a_line_that_stalls_leaves_its_place_to_others(monkeypatch: pytest.Monke
     assert not poll.poll(0)
     say(other, Close(7))
     assert poll.poll(0)
-    assert lines.take() == [FromVerify(2, [Close(7)])]
+    assert lines.take([]) == [FromVerify(2, [Close(7)])]
     lines.close()

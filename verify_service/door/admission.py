@@ -67,20 +67,13 @@ class Admission:
             sampling = replace(sampling, seed=secrets.randbits(64))
         check_sampling(sampling, self.vocab_size)
         if sampling.grammar is not None:
-            self._check_grammar(sampling.grammar, request.ignore_eos)
-        self._check_bad_words(request.bad_words, sampling.grammar is not None)
-        if request.min_tokens and sampling.grammar is not None:
-            raise InvalidRequestError(
-                "min_tokens", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
-            )
+            self._check_grammar(sampling.grammar, request)
+        self._check_bad_words(request.bad_words)
         if request.min_tokens > request.max_tokens:
             raise InvalidRequestError(
                 "min_tokens", f"is {request.min_tokens}, more than max_tokens", f"send at most {request.max_tokens}"
             )
-        if (request.num_prompt_logprobs or 0) > MAX_LOGPROBS:
-            raise InvalidRequestError(
-                "num_prompt_logprobs", f"is {request.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
-            )
+        _check_logprobs("num_prompt_logprobs", request.num_prompt_logprobs)
         max_tokens = min(request.max_tokens, self.context_length - len(request.prompt_token_ids))
         return replace(
             request,
@@ -92,21 +85,21 @@ class Admission:
             client=client.get(),
         )
 
-    def _check_grammar(self, grammar: Grammar, ignore_eos: bool) -> None:
+    def _check_grammar(self, grammar: Grammar, request: GenerationRequest) -> None:
         """Check all that can be checked without compiling; GrammarChecker does that later."""
         check_grammar(grammar)
-        if ignore_eos:
-            raise InvalidRequestError(
-                "ignore_eos", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
-            )
+        for field in ("ignore_eos", "min_tokens"):
+            if getattr(request, field):
+                raise InvalidRequestError(
+                    field, "cannot go with a grammar, whose answers end where they are complete", "leave it out"
+                )
         if not self.eos_token_ids:
-            raise InvalidRequestError(
-                "grammar", "cannot be used: the model has no end-of-sequence token", "leave it out"
-            )
-
-    def _check_bad_words(self, bad_words: Sequence[Sequence[int]], has_grammar: bool) -> None:
-        if bad_words and has_grammar:
+            problem = "cannot be used: the model has no end-of-sequence token"
+            raise InvalidRequestError("grammar", problem, "leave it out")
+        if request.bad_words:
             raise InvalidRequestError("bad_words", "cannot go with a grammar, which may need them", "leave them out")
+
+    def _check_bad_words(self, bad_words: Sequence[Sequence[int]]) -> None:
         for index, word in enumerate(bad_words):
             if not 0 < len(word) <= MAX_BAD_WORD_TOKENS or max(word) >= self.vocab_size:
                 raise InvalidRequestError(
@@ -150,10 +143,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         if not math.isfinite(value) or not low <= value <= high or (name in _POSITIVE and value == 0):
             opening = "above" if name in _POSITIVE else "from"
             raise InvalidRequestError(f"sampling.{name}", f"is {value}", f"use a number {opening} {low} to {high}")
-    if (params.num_logprobs or 0) > MAX_LOGPROBS:
-        raise InvalidRequestError(
-            "sampling.num_logprobs", f"is {params.num_logprobs}", f"ask for at most {MAX_LOGPROBS}"
-        )
+    _check_logprobs("sampling.num_logprobs", params.num_logprobs)
     for token, bias in params.logit_bias.items():
         if token >= vocab_size or not abs(bias) <= 100:
             raise InvalidRequestError(
@@ -161,6 +151,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
                 f"maps {token} to {bias}",
                 f"use ids below {vocab_size} and biases from -100 to 100",
             )
+
+
+def _check_logprobs(field: str, count: int | None) -> None:
+    if (count or 0) > MAX_LOGPROBS:
+        raise InvalidRequestError(field, f"is {count}", f"ask for at most {MAX_LOGPROBS}")
 
 
 CHECK_SECONDS = 5.0

@@ -15,8 +15,7 @@ from functools import partial
 from time import monotonic
 
 from outrider.config.verify import VerifyOptions
-from outrider.errors import InternalError, OutriderError
-from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost, Start, Stop
+from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost, Stop
 from outrider.host.line import DraftBatch, FeatureBatch, Line, VerifyBatch, dial
 from outrider.host.worker import BuiltEngine, Pipe, run_worker, wait_for_any
 from outrider.logs import get_logger
@@ -303,8 +302,6 @@ class SocketInbox:
             case Stop():
                 self.stopped = True
                 self._engine.stop()
-            case Start():
-                raise InternalError("the door started twice")
 
     def _submit(self, frame: Submit) -> None:
         number = frame.number
@@ -314,12 +311,8 @@ class SocketInbox:
                 self._requests.pop(number, None)
             self._reporter.update(number, update)
 
-        try:
-            request = Request.begin(frame.request, sink, self._engine.limits.vocab_size)
-            self._requests[number] = request
-            self._engine.submit(request)
-        except OutriderError as error:
-            sink(GenerationUpdate(error=error))
+        request = self._requests[number] = Request.begin(frame.request, sink, self._engine.limits.vocab_size)
+        self._engine.submit(request)
 
     def _cancel(self, number: int) -> None:
         request = self._requests.pop(number, None)

@@ -82,11 +82,6 @@ class SpeculativeRequest:
     """Nodes that rounds took of the tree lately."""
 
     @property
-    def awaits_look(self) -> bool:
-        """Whether the draft is in doubt, was told of the newest commit and has not followed it."""
-        return self.backoff.in_doubt and self.wait.sent_at is not None and not self.wait.num_messages
-
-    @property
     def feature_end(self) -> int:
         """Number of positions whose features the draft should have: all stored ones of tokens that it was told of."""
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_unsent_tokens)
@@ -305,14 +300,16 @@ class Drafts:
 
     def said_all(self, connection: DraftConnection) -> None:
         """Note that a draft has nothing more to say until it is told something."""
-        replica = self.replicas.get(connection)
-        for spec in replica.requests.values() if replica is not None else ():
+        for spec in self.replicas[connection].requests.values():
             spec.wait.on_silence()
 
     def awaits_look(self, connection: DraftConnection) -> bool:
-        """Whether a draft in doubt was told of a commit to be judged by, for which no round waits."""
-        replica = self.replicas.get(connection)
-        return replica is not None and any(spec.awaits_look for spec in replica.requests.values())
+        """Whether a draft in doubt was told of a commit to be judged by, for which no round waits, and has not followed
+        it."""
+        return any(
+            spec.backoff.in_doubt and spec.wait.sent_at is not None and not spec.wait.num_messages
+            for spec in self.replicas[connection].requests.values()
+        )
 
     def flush(self) -> None:
         """Hand all queued messages to their sessions."""
