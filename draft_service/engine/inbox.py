@@ -313,10 +313,7 @@ class FeatureReceiver:
     def _begin(self, up: FeatureStreamUp) -> None:
         stream, ring = _Stream(up), up.begin.ring
         self._streams[up.session] = stream
-        if ring is None:
-            return
-        if self.mapper is None:
-            self.pipe.send(FeatureStreamReady(up.session, False))
+        if ring is None or self.mapper is None:  # without a mapper the door names no ring
             return
         thread = threading.Thread(target=stream.map, args=(ring, self.mapper), name="map-ring", daemon=True)
         self._mapping[stream] = thread
