@@ -8,13 +8,18 @@ On a GPU, whole rounds of CudaExecutor as graphs, by the device's clock; on a CP
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from benchmarks.engine.forward import SHORT, our_forward, our_greedy, race
 from benchmarks.engine.rounds import GREEDY, MeasuredRounds
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.device import choose_device
 from outrider.models.base import LanguageModel
@@ -28,6 +33,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor
 
 IMPLS = ("outrider", "transformers")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PAGE_SIZE = 16
 CONTEXT = 1024
 TEXT = "The lighthouse keeper climbed the stairs every evening at dusk. One night"
@@ -70,6 +76,43 @@ def on_gpu(
     return {width: rounds.measure(width).gpu for width in widths}, text
 
 
+def chain_forward(model: LanguageModel, context: Tensor, tokens: Tensor) -> Callable[[], object]:
+    """Return a repeatable forward of `tokens` as a chain below `context`, whose KV is computed here."""
+    kv, attention = model.new_kv(context.numel() + tokens.numel()), TorchAttention()
+    slots = torch.arange(context.numel() + tokens.numel())
+    positions = slots.clone()
+    prompt = Segment(context.numel(), slots[: context.numel()])
+    model.forward(ForwardBatch(context, positions[: context.numel()], [prompt]), kv, attention)
+    batch = ForwardBatch(tokens, positions[context.numel() :], [Segment(tokens.numel(), slots)])
+    return lambda: model.logits(model.forward(batch, kv, attention))
+
+
+def greedy(model: LanguageModel, prompt: Tensor, count: int) -> Tensor:
+    """Decode greedily, without an end-of-sequence check."""
+    kv, attention = model.new_kv(prompt.numel() + count), TorchAttention()
+    slots = torch.arange(prompt.numel() + count)
+    chunk, length, generated = prompt, prompt.numel(), []
+    for _ in range(count):
+        segment = Segment(chunk.numel(), slots[:length])
+        hidden = model.forward(ForwardBatch(chunk, slots[length - chunk.numel() : length], [segment]), kv, attention)
+        chunk = model.logits(hidden[-1:]).argmax(-1)
+        generated.append(chunk)
+        length += 1
+    return torch.cat(generated)
+
+
+def race(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the median seconds of each run. Runs take turns, so that a busy machine slows all of them alike."""
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(repeats + 2):
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if number >= 2:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
 def main() -> int:
     """Parse options, measure, print and write. Return exit code 1 if the texts differ in float32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,10 +141,10 @@ def main() -> int:
         else:
             models = {impl: load_model(folder, dtype, device, impl=impl) for impl in IMPLS}
             for impl, model in models.items():
-                texts[impl] = our_greedy(model, torch.tensor(prompt), options.new_tokens).tolist()
+                texts[impl] = greedy(model, torch.tensor(prompt), options.new_tokens).tolist()
             context = torch.arange(256) * 7 % 4096
             for width in options.tokens:
-                runs = [our_forward(model, context, torch.arange(width) + 11) for model in models.values()]
+                runs = [chain_forward(model, context, torch.arange(width) + 11) for model in models.values()]
                 times[width] = [seconds * 1e3 for seconds in race(runs, options.repeats)]
     rows: list[Row] = []
     print(f"tokens  {'  '.join(IMPLS)}  ratio")
