@@ -99,7 +99,9 @@ def _leave_on_signals() -> None:
     Python handles a signal that comes just before the main thread begins to read a line only when the read returns,
     which may be never. So a thread, woken by each signal, sends it again until it is handled.
     """
-    numbers, main = (signal.SIGTERM, signal.SIGHUP), threading.get_ident()
+    # nohup's ignored SIGHUP stays ignored.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    main = threading.get_ident()
     leaving, left_at = threading.Event(), 0.0
     told, tell = socket.socketpair()
     tell.setblocking(False)

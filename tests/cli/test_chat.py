@@ -85,6 +85,19 @@ async def test_a_signal_ends_it(gateway: tuple[EchoGateway, str], question: str,
     await is_interrupted(process)
 
 
+async def test_nohup_keeps_it_running_when_the_terminal_goes(gateway: tuple[EchoGateway, str]) -> None:
+    command = 'trap "" HUP; exec "$0" -m outrider.cli chat --connect "$1"'
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", command, sys.executable, gateway[1], stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stderr is not None
+    await process.stderr.readuntil(b"echo: ")
+    process.send_signal(signal.SIGHUP)
+    out, _ = await process.communicate(b"go on\n")
+    assert (process.returncode, out) == (0, b"1 go on\n")
+
+
 async def is_interrupted(process: asyncio.subprocess.Process) -> None:
     """It ends by itself, as one that a signal ended."""
     try:
