@@ -83,7 +83,7 @@ def check_writable(option: str, path: Path) -> None:
         if not there or path.is_file() or path.is_dir():  # a pipe's reader would see its end
             path.open("ab").close()
         if not there:
-            path.unlink()
+            path.resolve().unlink()  # a link stays
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.fields import read_json
 from outrider_tools.bench.requests import read_prompts
-from outrider_tools.files import whole_output
+from outrider_tools.files import check_writable, whole_output
 
 
 def _write(path: Path) -> None:
@@ -53,6 +53,13 @@ def test_what_a_tool_cannot_find_is_told_with_its_option(
 ) -> None:
     assert main(command.split()) == 2
     assert f"outrider: error: {said}" in capsys.readouterr().err
+
+
+def test_a_look_at_an_output_leaves_a_link_to_a_file_to_come(tmp_path: Path) -> None:
+    link = tmp_path / "out.json"
+    link.symlink_to("report.json")
+    check_writable("--out", link)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"] and link.is_symlink()
 
 
 def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
