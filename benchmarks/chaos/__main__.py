@@ -27,6 +27,7 @@ from benchmarks.chaos.cases import CASES, ChaosCase
 from benchmarks.chaos.link import Link
 from benchmarks.chaos.load import ChaosLoad, KnownAnswer, Record, answered_plainly, questions
 from benchmarks.chaos.worlds import Setup, World, open_world
+from benchmarks.common import printer
 from benchmarks.serving.soak import settle
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
@@ -164,11 +165,6 @@ def chosen(only: str) -> dict[str, ChaosCase]:
 def setup_of(arguments: argparse.Namespace) -> Setup:
     """Return the services' options: exact arithmetic, and no radix cache, so that every page must come back."""
     folder = resolve_model(arguments.model)
-
-    def on_line(name: str, line: str) -> None:
-        if arguments.verbose or " ERROR " in line or "Traceback" in line:
-            print(f"    {name}: {line}", flush=True)
-
     verify = [
         f"--model={folder}",
         "--dtype=float32",
@@ -183,7 +179,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         GatewayOptions(),
         ModelConfig.from_folder(folder).vocab_size,
         arguments.seed,
-        on_line,
+        printer(arguments.verbose),
     )
 
 

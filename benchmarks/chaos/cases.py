@@ -124,11 +124,11 @@ async def disguised(world: World, draw: random.Random, **fields: object) -> Asyn
 async def weathered(world: World, draw: random.Random, weather: Weather) -> AsyncIterator[None]:
     """Make the proxy between verify and draft a bad network."""
     proxy = _there(world.proxy, "proxy")
-    proxy.set(weather)
+    proxy.weather = weather
     try:
         yield
     finally:
-        proxy.set(Weather())
+        proxy.weather = Weather()
 
 
 @asynccontextmanager

@@ -169,11 +169,6 @@ class ChaosLoad:
         wanted = self.record.complete + count
         await self.until(lambda: self.record.complete >= wanted)
 
-    async def tokens(self, count: int) -> None:
-        """Wait for `count` more messages with tokens."""
-        wanted = len(self.record.arrivals) + count
-        await self.until(lambda: len(self.record.arrivals) >= wanted)
-
     async def accepted(self, seconds: float = UNTIL_SECONDS) -> float:
         """Wait for a draft token that is accepted from now on. Return when it came."""
         since = time.monotonic()

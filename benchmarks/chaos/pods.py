@@ -38,7 +38,7 @@ class Waits:
 class Pod:
     """One process of a service, at its own address."""
 
-    def __init__(self, kind: str, address: str, options: ServiceOptions, folder: Path, on_line: LineSink) -> None:
+    def __init__(self, kind: str, options: ServiceOptions, folder: Path, on_line: LineSink, address: str) -> None:
         changes: dict[str, Any] = {
             "address": f"{address}:{PORTS[kind]}",
             "metrics_address": f"{address}:{METRICS_PORTS[kind]}",

@@ -27,8 +27,6 @@ class Weather:
     """Bytes per second, each way; 0 for no limit."""
     cut: float = 0.0
     """Chance that a connection ends within a chunk: a part of it passes, the rest is lost."""
-    down: bool = False
-    """Nothing passes, and neither end is told."""
 
 
 class Proxy:
@@ -46,10 +44,8 @@ class Proxy:
         self._random = random.Random(seed)
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._up = asyncio.Event()
 
     async def __aenter__(self) -> Proxy:
-        self._up.set()
         self._server = await asyncio.start_unix_server(self._connected, self._listen)
         return self
 
@@ -59,14 +55,6 @@ class Proxy:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def set(self, weather: Weather) -> None:
-        """Change the weather from now on."""
-        self.weather = weather
-        if weather.down:
-            self._up.clear()
-        else:
-            self._up.set()
 
     def disconnect(self) -> None:
         """Reset all connections."""
@@ -79,7 +67,6 @@ class Proxy:
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await self._up.wait()
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(self._target)
         except OSError:
@@ -107,7 +94,6 @@ class Proxy:
             while True:
                 due, data = await waiting.get()
                 await asyncio.sleep(max(due - clock(), 0.0))
-                await self._up.wait()
                 weather = self.weather
                 if weather.rate:
                     await asyncio.sleep(len(data) / weather.rate)

@@ -241,7 +241,7 @@ async def rehearse(arguments: argparse.Namespace, folder: Path, names: NameServe
     for place, (kind, name) in enumerate(
         (("verify", "verify-headless"), ("draft", "draft-headless"), ("gateway", "gateway")), 1
     ):
-        make = partial(make_pod, kind, options[kind], folder, on_line)
+        make = partial(Pod, kind, options[kind], folder, on_line)
         deployments[kind] = Deployment(name, names, make, f"127.0.{place}", waits, kind == "gateway")
     try:
         for kind in ("draft", "verify", "gateway"):
@@ -268,11 +268,6 @@ async def rehearse(arguments: argparse.Namespace, folder: Path, names: NameServe
         if any(deployment.exit_codes):
             complaints.append(f"{kind}: exit codes {deployment.exit_codes}")
     return rehearsal.phases, complaints
-
-
-def make_pod(kind: str, options: ServiceOptions, folder: Path, on_line: Any, address: str) -> Pod:
-    """Make a pod at an address."""
-    return Pod(kind, address, options, folder, on_line)
 
 
 def rows(phases: Sequence[Phase], clients: int) -> list[Row]:

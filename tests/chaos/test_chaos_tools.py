@@ -56,7 +56,7 @@ async def test_a_proxy_passes_bytes_on_and_cuts_them_when_told(tmp_path: Path) -
         reader, writer = await asyncio.open_unix_connection(near)
         writer.write(b"a" * 1000)
         assert await reader.readexactly(1000) == b"a" * 1000 and not proxy.num_harmed
-        proxy.set(Weather(cut=1.0))
+        proxy.weather = Weather(cut=1.0)
         writer.write(b"b" * 1000)
         assert len(await reader.read()) < 1000 and proxy.num_harmed
         writer.close()
