@@ -13,61 +13,19 @@ import argparse
 import asyncio
 import json
 import time
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serving.services import PROMPTS, request
 from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
+from outrider.metrics import MetricsPage
 from outrider.rpc.channel import open_channel
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 HISTOGRAMS = {"host_gap_ms": "outrider_verify_host_gap_seconds", "round_gpu_ms": "outrider_verify_gpu_seconds"}
-
-
-@dataclass(frozen=True)
-class ScrapedHistogram:
-    """A Prometheus histogram: total seconds, number of observations, and their number up to each bound."""
-
-    total: float
-    count: float
-    bounds: dict[float, float]
-
-    def __sub__(self, other: ScrapedHistogram) -> ScrapedHistogram:
-        bounds = {bound: count - other.bounds.get(bound, 0.0) for bound, count in self.bounds.items()}
-        return ScrapedHistogram(self.total - other.total, self.count - other.count, bounds)
-
-    def quantile(self, share: float) -> float:
-        """Return the least bound under which `share` of the observations lie."""
-        return next(
-            (bound for bound, count in sorted(self.bounds.items()) if count >= share * self.count), float("inf")
-        )
-
-
-def scrape(url: str) -> dict[str, ScrapedHistogram]:
-    """Return the histograms of a metrics page."""
-    text = urllib.request.urlopen(url, timeout=10).read().decode()
-    found = {}
-    held = rounds = 0.0
-    for family in text_string_to_metric_families(text):
-        if family.name == "outrider_verify_hold_seconds":
-            held = family.samples[0].value
-        if family.name == "outrider_verify_rounds":
-            rounds = family.samples[0].value
-        for metric, name in HISTOGRAMS.items():
-            if family.name == name:
-                samples = {sample.name.removeprefix(name): sample.value for sample in family.samples}
-                bounds = {
-                    float(sample.labels["le"]): sample.value for sample in family.samples if "le" in sample.labels
-                }
-                found[metric] = ScrapedHistogram(samples["_sum"], samples["_count"], bounds)
-    found["hold_ms"] = ScrapedHistogram(held, rounds, {})
-    return found
 
 
 Arrivals = list[tuple[float, int]]
@@ -106,10 +64,10 @@ async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int,
     shares = [[prompts[(place + i) % len(prompts)] for i in range(3 if batch > 1 else 6)] for place in range(batch)]
     await client(stub, prompts[:1], 16, on, [])
     arrivals: list[Arrivals] = [[] for _ in shares]
-    before, start = scrape(cluster.metrics_url("verify")), time.perf_counter()
+    before, start = MetricsPage.read(cluster.metrics_url("verify")), time.perf_counter()
     clients = zip(shares, arrivals, strict=True)
     totals = await asyncio.gather(*(client(stub, share, max_tokens, on, came) for share, came in clients))
-    seconds, after = time.perf_counter() - start, scrape(cluster.metrics_url("verify"))
+    seconds, page = time.perf_counter() - start, MetricsPage.read(cluster.metrics_url("verify")).since(before)
     await channel.close()
     tokens, rounds, drafted, accepted = (sum(column) for column in zip(*totals, strict=True))
     case = f"{label} {'ngram' if on else 'plain'} split b{batch} greedy"
@@ -120,11 +78,11 @@ async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int,
         Row(case, "draft_tokens_per_round", drafted / max(rounds, 1), "tokens"),
         Row(case, "accept_rate", accepted / max(drafted, 1), "ratio"),
     ]
-    held = after["hold_ms"] - before["hold_ms"]
-    rows.append(Row(case, "hold_ms", 1e3 * held.total / max(held.count, 1), "ms"))
-    for metric in HISTOGRAMS:
-        seen = after[metric] - before[metric]
-        rows.append(Row(case, metric, 1e3 * seen.total / max(seen.count, 1), "ms"))
+    hold = 1e3 * page.total("outrider_verify_hold_seconds") / max(page.total("outrider_verify_rounds"), 1)
+    rows.append(Row(case, "hold_ms", hold, "ms"))
+    for metric, name in HISTOGRAMS.items():
+        seen = page.histogram(name)
+        rows.append(Row(case, metric, 1e3 * seen.mean, "ms"))
         rows += [Row(case, f"{metric}_p{q}", 1e3 * seen.quantile(q / 100), "ms") for q in (50, 90, 99)]
         rows.append(Row(case, f"{metric}_rounds", seen.count, "rounds"))
     return rows
