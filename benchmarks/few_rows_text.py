@@ -17,29 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.quantized_text import ROOT, STEP, TEXTS, losses
+from benchmarks.quantized_text import ROOT, STEP, TEXTS, compared, losses, read
 from kernels.cpu.products import MAX_ROWS
-from outrider.attention.base import ForwardBatch, Segment
-from outrider.attention.torch_backend import TorchAttention
-from outrider.models.loader import load_model
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from outrider_tools.inflate.folder import tokenize
-
-
-@torch.inference_mode()
-def read(folder: Path, dtype: torch.dtype, texts: list[list[int]], step: int) -> list[Tensor]:
-    """Return logits, float32 [tokens, vocabulary] of each text, read `step` tokens a forward."""
-    model, found = load_model(folder, dtype), []
-    for ids in texts:
-        kv, attention, parts = model.new_kv(len(ids)), TorchAttention(), []
-        for start in range(0, len(ids), step):
-            end = min(start + step, len(ids))
-            places = torch.arange(end)
-            batch = ForwardBatch(torch.tensor(ids[start:end]), places[start:], [Segment(end - start, places)])
-            parts.append(model.logits(model.forward(batch, kv, attention)))
-        found.append(torch.cat(parts))
-    return found
 
 
 def likeliest_of_llama_cpp(file: Path, texts: list[list[int]]) -> Tensor:
@@ -68,23 +50,15 @@ def main() -> None:
     options = parser.parse_args()
     folder = resolve_model(options.model)
     texts = [tokenize(folder, (ROOT / name).read_text("utf-8"))[: options.tokens] for name in TEXTS]
-    exact = read(folder, torch.float32, texts, STEP)
-    base, best = losses(exact, texts), torch.cat([part.argmax(1) for part in exact])
+    exact = read(folder, texts, torch.float32, STEP)
+    base = losses(exact, texts)
     rows = [Row("smollm2-135m fp32", "perplexity", math.exp(float(base.mean())), "")]
     print(f"fp32: perplexity {rows[0].value:.3f} over {len(base)} tokens")
     for step in (2 * MAX_ROWS, MAX_ROWS):
-        found = read(folder, torch.bfloat16, texts, step)
-        more = losses(found, texts) - base
-        ratio, error = math.exp(float(more.mean())), float(more.std()) / len(more) ** 0.5
-        agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
-        case = f"smollm2-135m bf16 m{step}"
-        rows += [
-            Row(case, "perplexity_over_float32", ratio, "ratio"),
-            Row(case, "standard_error", error, "ratio"),
-            Row(case, "same_likeliest_token", agree, "ratio"),
-        ]
-        print(f"{case}: perplexity x{ratio:.4f} +- {error:.4f}, same likeliest token {agree:.1%}", flush=True)
+        found = read(folder, texts, torch.bfloat16, step)
+        rows += compared(f"bf16 m{step}", "float32", found, exact, texts)
     if options.gguf:
+        best = torch.cat(exact).argmax(1)
         agree = float((likeliest_of_llama_cpp(options.gguf, texts) == best).float().mean())
         rows.append(Row("smollm2-135m llama.cpp", "same_likeliest_token", agree, "ratio"))
         print(f"llama.cpp: same likeliest token {agree:.1%}", flush=True)

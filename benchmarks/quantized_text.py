@@ -32,29 +32,18 @@ TEXTS = ("docs/architecture.md", "docs/reliability.md", "docs/drafters.md")
 
 
 @torch.inference_mode()
-def logits_on_gpu(folder: Path, texts: list[list[int]]) -> list[Tensor]:
-    """Return logits, float32 [tokens, vocabulary] of each text, in bfloat16, with the products that rounds use."""
-    model, found = load_model(folder, torch.bfloat16, "cuda"), []
+def read(folder: Path, texts: list[list[int]], dtype: torch.dtype, step: int, device: str = "cpu") -> list[Tensor]:
+    """Return logits, float32 [tokens, vocabulary] of each text, read `step` tokens a forward."""
+    model, found = load_model(folder, dtype, device), []
     for ids in texts:
         kv, attention, parts = model.new_kv(len(ids)), TorchAttention(), []
-        for start in range(0, len(ids), STEP):
-            end = min(start + STEP, len(ids))
-            places = torch.arange(end, device="cuda")
-            tokens = torch.tensor(ids[start:end], device="cuda")
+        for start in range(0, len(ids), step):
+            end = min(start + step, len(ids))
+            places = torch.arange(end, device=device)
+            tokens = torch.tensor(ids[start:end], device=device)
             batch = ForwardBatch(tokens, places[start:], [Segment(end - start, places)])
             parts.append(model.logits(model.forward(batch, kv, attention)).cpu())
         found.append(torch.cat(parts))
-    return found
-
-
-@torch.inference_mode()
-def logits_of(folder: Path, texts: list[list[int]]) -> list[Tensor]:
-    """Return logits, float32 [tokens, vocabulary] of each text."""
-    model, found = load_model(folder, torch.float32), []
-    for ids in texts:
-        places = torch.arange(len(ids))
-        batch = ForwardBatch(torch.tensor(ids), places, [Segment(len(ids), places)])
-        found.append(model.logits(model.forward(batch, model.new_kv(len(ids)), TorchAttention())))
     return found
 
 
@@ -66,6 +55,19 @@ def losses(logits: list[Tensor], texts: list[list[int]]) -> Tensor:
             for rows, ids in zip(logits, texts, strict=True)
         ]
     )
+
+
+def compared(case: str, over: str, found: list[Tensor], plain: list[Tensor], texts: list[list[int]]) -> list[Row]:
+    """Return rows that compare logits with `plain`, the reference named `over`, and print them."""
+    more = losses(found, texts) - losses(plain, texts)
+    ratio, error = math.exp(float(more.mean())), float(more.std()) / len(more) ** 0.5
+    agree = float((torch.cat(found).argmax(1) == torch.cat(plain).argmax(1)).float().mean())
+    print(f"{case:32} perplexity x{ratio:.4f} +- {error:.4f}  same likeliest token {agree:.1%}", flush=True)
+    return [
+        Row(f"smollm2-135m {case}", f"perplexity_over_{over}", ratio, "ratio"),
+        Row(f"smollm2-135m {case}", "standard_error", error, "ratio"),
+        Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
+    ]
 
 
 def main() -> None:
@@ -82,9 +84,8 @@ def main() -> None:
     source = resolve_model(options.model)
     texts = [tokenize(source, (ROOT / name).read_text("utf-8"))[: options.tokens] for name in TEXTS]
     on_gpu = options.device == "cuda"
-    read = logits_on_gpu if on_gpu else logits_of
-    plain = read(source, texts)
-    best = torch.cat([rows.argmax(1) for rows in plain])
+    how = (torch.bfloat16, STEP, "cuda") if on_gpu else (torch.float32, max(map(len, texts)))
+    plain = read(source, texts, *how)
     base = losses(plain, texts)
     rows = [Row("smollm2-135m unquantized", "perplexity", math.exp(float(base.mean())), "")]
     print(f"{'unquantized':32} perplexity {rows[0].value:8.3f} over {len(base)} tokens")
@@ -92,18 +93,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             made, device = Path(folder) / name, torch.device(options.device)
             quantize(source, made, name, options.group_size, device, 1 << 31, lambda *_: None, calibration)
-            found = read(made, texts)
-        more = losses(found, texts) - base
-        ratio, error = math.exp(float(more.mean())), float(more.std()) / len(more) ** 0.5
-        agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
+            found = read(made, texts, *how)
         case = name + (f" g{options.group_size}" if name in ("int4", "awq", "gptq") else "")
         case += " nearest" if calibration == "none" else f" {Path(calibration).name}"
-        rows += [
-            Row(f"smollm2-135m {case}", "perplexity_over_unquantized", ratio, "ratio"),
-            Row(f"smollm2-135m {case}", "standard_error", error, "ratio"),
-            Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
-        ]
-        print(f"{case:32} perplexity x{ratio:.4f} +- {error:.4f}  same likeliest token {agree:.1%}", flush=True)
+        rows += compared(case, "unquantized", found, plain, texts)
     if options.out:
         write_report(options.out, "quantized_text", device_name() if on_gpu else cpu_name(), rows, ("torch",))
 
