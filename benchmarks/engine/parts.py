@@ -14,7 +14,7 @@ from kernels.attention import tree_attention
 from kernels.linear import stream_linear
 from kernels.linear_configs import MAX_ROWS
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
-from outrider.attention.paged import MAX_PATH, PagedBatch, RoundTokens, TreeBuffers, choose_splits
+from outrider.attention.paged import MAX_PATH, RoundTokens, TreeBuffers, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.linear import RMSNorm
@@ -176,9 +176,12 @@ class RoundParts:
             cache.normal_()
         self._page_size = page_size
 
-    def attention_us(self, shape: EvenRound, num_splits: int | None = None) -> float:
+    def attention_us(self, shape: EvenRound) -> float:
         """Return the microseconds a layer of tree attention alone."""
-        batch, _, _ = self._batch(shape, num_splits)
+        tokens, tables = self._tokens(shape)
+        buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
+        splits = self._splits(shape)
+        batch = buffers.batch(tokens, tables, self._page_size, shape.max_row_tokens, splits, by_path=False)
         q = self._heads(shape)[:, : self._config.num_heads].contiguous()
         where = (batch.page_tables, batch.table_rows, batch.first, batch.cached_len)
         scale, mask = self._config.head_dim**-0.5, batch.mask
@@ -245,13 +248,6 @@ class RoundParts:
         return choose_splits(
             shape.num_tokens, shape.num_rows, shape.max_row_tokens, *heads, num_processors(self._device)
         )
-
-    def _batch(self, shape: EvenRound, num_splits: int | None) -> tuple[PagedBatch, RoundTokens, Tensor]:
-        tokens, tables = self._tokens(shape)
-        buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
-        splits = num_splits or self._splits(shape)
-        batch = buffers.batch(tokens, tables, self._page_size, shape.max_row_tokens, splits, by_path=False)
-        return batch, tokens, tables
 
     def _tokens(self, shape: EvenRound) -> tuple[RoundTokens, Tensor]:
         """Return a round of that shape, and page tables that place its rows one after the other."""

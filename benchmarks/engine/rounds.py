@@ -73,12 +73,6 @@ class MeasuredTimes:
     accepted: float
 
 
-def prompt_chunk(request: Request, num_tokens: int) -> Entry:
-    """Return the entry for the next `num_tokens` of a prompt, which do not reach its root."""
-    entry = Entry(request, num_tokens)
-    return entry
-
-
 class MeasuredRounds:
     """Measures rounds over requests with contexts of their own in the executor's pages."""
 
@@ -113,7 +107,7 @@ class MeasuredRounds:
                 request.cached_len = context
             while request.cached_len < context:
                 count = min(self._chunk_size, context - request.cached_len)
-                self.executor.launch([prompt_chunk(request, count)]).wait()
+                self.executor.launch([Entry(request, count)]).wait()
                 request.cached_len += count
         self._synchronize()
         return time.perf_counter() - start
@@ -160,7 +154,7 @@ class MeasuredRounds:
             request.cached_len = 0
             self._synchronize()
             start = time.perf_counter()
-            self.executor.launch([prompt_chunk(request, num_tokens)]).wait()
+            self.executor.launch([Entry(request, num_tokens)]).wait()
             self._synchronize()
             seconds.append(time.perf_counter() - start)
         request.cached_len = cached

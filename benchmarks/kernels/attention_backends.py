@@ -9,15 +9,14 @@ python -m benchmarks.kernels.attention_backends --out benchmarks/results/attenti
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.engine.timing import median_ms
 from outrider.attention.base import AttentionBackend, HostLengths
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers, choose_splits
@@ -48,9 +47,8 @@ class AttentionBench:
         self.kv.v.normal_()
         self.tables = torch.randperm(pages, device=DEVICE).to(torch.int32)[None]
         self.rotary = Rotary(RopeConfig(), options.head_dim, DEVICE)
-        self.backends: dict[str, AttentionBackend] = {"triton": TritonAttention()}
-        if options.flashinfer:
-            self.backends["flashinfer"] = FlashInferAttention(self.shape, DEVICE)
+        flashinfer = FlashInferAttention(self.shape, DEVICE)
+        self.backends: dict[str, AttentionBackend] = {"triton": TritonAttention(), "flashinfer": flashinfer}
 
     def heads(self, num_tokens: int) -> Tensor:
         """Return random query, key and value heads."""
@@ -113,8 +111,7 @@ class AttentionBench:
             for layer in range(num_layers):
                 plan.attend(layer, heads, None)
 
-        seconds = graph_seconds(layers, self.repeats)
-        return first, seconds / num_layers * 1e6, min(planning) * 1e3
+        return first, median_ms(layers, DEVICE, self.repeats) / num_layers * 1e3, min(planning) * 1e3
 
 
 def ints(values: list[int]) -> Tensor:
@@ -125,26 +122,6 @@ def ints(values: list[int]) -> Tensor:
 def lengths(num_tokens: int, context: int) -> HostLengths:
     """Return the host's lengths of one row."""
     return HostLengths(np.array([0, num_tokens], np.int32), np.array([context], np.int32))
-
-
-def graph_seconds(body: Callable[[], None], repeats: int) -> float:
-    """Return the median seconds of `body` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times[2:])
 
 
 def run(options: argparse.Namespace) -> list[Row]:
@@ -184,7 +161,6 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 16384], help="cached tokens below the tree")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
-    parser.set_defaults(flashinfer=True)
     options = parser.parse_args()
     with torch.inference_mode():
         rows = run(options)
