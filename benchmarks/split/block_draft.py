@@ -21,16 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.split.bursts import RowState, row_states, seeds_of
-from benchmarks.split.draft_step import HEAD_8B, fill_random
-from outrider.attention.torch_backend import TorchAttention
-from outrider.attention.triton_backend import TritonAttention
+from benchmarks.split.draft_step import HEAD_8B, fill_random, random_eagle3, some_ids, start_runner
 from outrider.drafting.model.burst import FORCED, Burst, BurstShape
-from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.runner import BurstRunner, RunnerOptions
-from outrider.drafting.model.torch_runner import TorchRunner
+from outrider.drafting.model.runner import RunnerOptions
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.config import MARKOV_INPUT, block_config, eagle3_config
-from outrider.models.drafters.heads import BlockHead, Eagle3Head
+from outrider.models.drafters.config import MARKOV_INPUT, block_config
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
@@ -56,21 +52,9 @@ def random_block_head(num_layers: int, sizes: dict[str, Any], device: torch.devi
     block = {"block_size": LEVELS, "mask_token_id": 1, "target_layer_ids": [1, 15, 28], "markov_rank": 256}
     fields = {**HEAD_8B, **block, **sizes, "num_hidden_layers": num_layers}
     config = block_config(fields, {MARKOV_INPUT}, 32)
-    head = BlockHead(config, torch.bfloat16, device, _some_ids(config.draft_vocab_size, device))
+    head = BlockHead(config, torch.bfloat16, device, some_ids(config.draft_vocab_size, device))
     fill_random(head)
     return head
-
-
-def random_eagle3(sizes: dict[str, Any], device: torch.device) -> Eagle3Head:
-    """Return an EAGLE-3 head of random weights."""
-    config = eagle3_config({**HEAD_8B, **sizes}, {"fc.weight"}, 32)
-    head = Eagle3Head(config, torch.bfloat16, device, _some_ids(config.draft_vocab_size, device))
-    fill_random(head)
-    return head
-
-
-def _some_ids(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, 4 * count, 4, dtype=torch.int32, device=device)
 
 
 class BlockDraftBench:
@@ -91,20 +75,12 @@ class BlockDraftBench:
             feature_size=model.feature_size,
             has_blocks=model.block_bytes > 0,
         )
-        self._runner = self._make(model, shape)
+        self._runner = start_runner(model, shape, RunnerOptions())
         self._outcomes, self._context = outcomes, context
         for row in range(outcomes):
             self._runner.open(row, SamplingParams(temperature=0.0))
             self._runner.set_pages(row, range(row * pages, (row + 1) * pages))
         self._features = torch.randn(outcomes, model.feature_size, dtype=model.dtype, device=model.device)
-
-    @staticmethod
-    def _make(model: DraftModel, shape: BurstShape) -> BurstRunner:
-        if model.device.type == "cpu":
-            return TorchRunner(model, shape, TorchAttention(), RunnerOptions())
-        runner = CudaRunner(model, shape, TritonAttention(), RunnerOptions())
-        runner.capture()
-        return runner
 
     def measure(self, num_steps: int, repeats: int) -> float:
         """Return the milliseconds of a burst of `num_steps` steps. The first step runs the roots."""

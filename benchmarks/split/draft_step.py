@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.split.bursts import RowState, row_states, seeds_of
 from outrider.attention.torch_backend import TorchAttention
@@ -61,18 +63,12 @@ def random_model(
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab_size,
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.intermediate,
+        **sizes.config_fields(),
         "max_position_embeddings": 1 << 16,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
     }
-    config = ModelConfig.from_fields(fields, {})
-    model = CausalLM(config, dtype, device)
+    model = CausalLM(ModelConfig.from_fields(fields, {}), dtype, device)
     fill_random(model)
     return model
 
@@ -108,13 +104,26 @@ class DraftStepCase:
     context: int
 
 
-def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
-    """Return an EAGLE-3 head of random weights with every fourth token as its vocabulary."""
-    config = eagle3_config(HEAD_8B, {"fc.weight"}, 32)
-    ids = torch.arange(0, 4 * config.draft_vocab_size, 4, dtype=torch.int32, device=device)
-    head = Eagle3Head(config, dtype, device, ids)
+def some_ids(count: int, device: torch.device) -> Tensor:
+    """Return every fourth token: the vocabulary of a random head."""
+    return torch.arange(0, 4 * count, 4, dtype=torch.int32, device=device)
+
+
+def random_eagle3(sizes: dict[str, Any], device: torch.device) -> Eagle3Head:
+    """Return an EAGLE-3 head of random weights."""
+    config = eagle3_config({**HEAD_8B, **sizes}, {"fc.weight"}, 32)
+    head = Eagle3Head(config, torch.bfloat16, device, some_ids(config.draft_vocab_size, device))
     fill_random(head)
     return head
+
+
+def start_runner(model: DraftModel, shape: BurstShape, options: RunnerOptions) -> BurstRunner:
+    """Return a runner on the model's device, with its graphs captured."""
+    if model.device.type != "cuda":
+        return TorchRunner(model, shape, TorchAttention(), options)
+    runner = CudaRunner(model, shape, TritonAttention(), options)
+    runner.capture()
+    return runner
 
 
 def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, DraftModel]]:
@@ -133,7 +142,7 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
         model = random_model(SMALL, SMALL_VOCAB, torch.bfloat16, device, tied=True)
         yield "135m standalone", StandaloneDraft(model, token_ids_hash="")
     if options.random_eagle3:
-        yield "llama-8b eagle3", random_head(device, torch.bfloat16)
+        yield "llama-8b eagle3", random_eagle3({}, device)
 
 
 def make_runner(model: DraftModel, cases: list[DraftStepCase], branching: int) -> BurstRunner:
@@ -152,12 +161,7 @@ def make_runner(model: DraftModel, cases: list[DraftStepCase], branching: int) -
         max_context=context,
         feature_size=model.feature_size,
     )
-    told = RunnerOptions(chunk_size=512)
-    if model.device.type != "cuda":
-        return TorchRunner(model, shape, TorchAttention(), told)
-    runner = CudaRunner(model, shape, TritonAttention(), told)
-    runner.capture()
-    return runner
+    return start_runner(model, shape, RunnerOptions(chunk_size=512))
 
 
 class DraftStepBench:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.split.block_draft import SMALL, SMALL_BLOCK, random_block_head, random_eagle3
+from benchmarks.split.block_draft import SMALL, SMALL_BLOCK, random_block_head
+from benchmarks.split.draft_step import random_eagle3
 from kernels.sampling_state import RoundTokens
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import BurstShape
