@@ -25,23 +25,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.split.bursts import row_list
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.burst import (
-    FORCED,
-    Burst,
-    BurstResult,
-    BurstShape,
-    Extent,
-    Reroots,
-    StepBucket,
-    StepBuckets,
-)
+from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
 from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.cuda_runner import BurstInput, BurstOutput
 from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.runner import BurstRunner, PendingBurst
 from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Commit, DraftMessage, Features, Grow, Open
 from outrider.protocol.speculation_codec import encode_draft
@@ -129,71 +122,18 @@ class Clock:
         self.turn.clear()
 
 
-@dataclass
-class DrawnBurst:
-    """A burst whose results are made when `finish` is called."""
-
-    runner: DrawingRunner
-    burst: Burst
-    bucket: StepBucket
-    copy: int
-    first_step: int = 0
-    further: int = 0
-    """Number of steps, if this continues a burst."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """Pool and free slots, passed from part to part."""
-    ran: bool = True
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of this part."""
-        return self.further or self.burst.num_steps
-
-    def done(self) -> bool:
-        """See PendingBurst."""
-        return True
-
-    @property
-    def step_seconds(self) -> float:
-        """See PendingBurst."""
-        return 0.0
-
-    def wait_until_nearly_over(self, interrupted: Callable[[], bool]) -> bool:
-        """See PendingBurst."""
-        return True
-
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> DrawnBurst | None:
-        """See PendingBurst. Reroots only free slots here: commits arrive when a burst is over."""
-        if reroots is not None:
-            for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
-                self.state["free"][row] += slots.tolist()
-        done = self.first_step + self.num_steps
-        if done + num_steps > self.runner.shape.max_steps:
-            return None
-        more = DrawnBurst(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
-        self.runner.queued.append(more)
-        return more
-
-    def wait_until_over(self, interrupted: Callable[[], bool]) -> bool:
-        """See PendingBurst."""
-        return True
-
-    def wait(self) -> BurstResult:
-        """See PendingBurst."""
-        return self.runner.output.read(self.copy, self.bucket, self.num_steps, self.first_step)
-
-
-class DrawingRunner:
-    """See BurstRunner. Its model knows only chances; tokens are drawn."""
+class DrawingRunner(BurstRunner):
+    """See BurstRunner. Its model knows only chances; tokens are drawn, and bursts are over, when `work` is called."""
 
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
-        self.queued: list[DrawnBurst] = []
-        self.launch_seconds = 0.0
+        self.queued: list[PendingBurst] = []
+        self._states: dict[int, dict[str, Any]] = {}
+        """Pool and free slots of each burst, passed from part to part."""
+        self._step_seconds, self.launch_seconds = {}, 0.0
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
         self.buckets = StepBuckets(shape)
-        self.moved = 0
         self._fill = clock.time("fill", self.input.fill)
         # Drawn beforehand, so that the stand-in for device work does not empty the caches.
         luck, branching = np.random.default_rng(0), shape.branching
@@ -217,33 +157,58 @@ class DrawingRunner:
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """See BurstRunner."""
-        self.moved += len(slots)
 
-    def project(self, features: object) -> object:
+    def project(self, features: Features) -> Tensor:
         """See BurstRunner."""
-        assert isinstance(features, Features)
-        return np.zeros((features.count, 1), np.float32)
+        return torch.zeros(features.count, 1)
 
-    def join(self, parts: Sequence[object]) -> object:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """See BurstRunner."""
-        return np.zeros((sum(len(np.asarray(part)) for part in parts), 1), np.float32)
+        return torch.zeros(sum(map(len, parts)), 1)
 
-    def launch(self, burst: Burst) -> DrawnBurst:
+    def launch(self, burst: Burst) -> PendingBurst:
         """See BurstRunner."""
         self._copy = 1 - self._copy
         self._fill(self._copy, burst)
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        self.queued.append(DrawnBurst(self, burst, bucket, self._copy))
+        self._states[id(burst)] = {}
+        self.queued.append(PendingBurst(self, burst, bucket, burst.num_steps, ran=True, copy=self._copy))
         return self.queued[-1]
 
-    def finish(self) -> None:
+    def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
+        """See PendingBurst. Reroots only free slots here: commits arrive when a burst is over."""
+        if reroots is not None:
+            for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
+                self._states[id(pending.burst)]["free"][row] += slots.tolist()
+        done = pending.first_step + pending.num_steps
+        if done + num_steps > self.shape.max_steps:
+            return None
+        more = PendingBurst(self, pending.burst, pending.bucket, num_steps, done, ran=True, copy=pending.copy)
+        self.queued.append(more)
+        return more
+
+    def finish(self, pending: PendingBurst) -> BurstResult:
+        """See BurstRunner."""
+        return self._read(pending)
+
+    def _read(self, pending: PendingBurst) -> BurstResult:
+        return self.output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
+
+    def _queue(self, pending: PendingBurst) -> None:
+        raise NotImplementedError
+
+    def _run_context(self, chunks: Sequence[Any], features: Any) -> None:
+        raise NotImplementedError
+
+    def work(self) -> None:
         """Do a device's work."""
         if not self.queued:
             return
         pending = self.queued.pop(0)
-        if not pending.state:
-            self._begin(pending)
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
+        state = self._states[id(burst)]
+        if not state:
+            state |= self._begin(burst)
         results = self.output.host_steps(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
         for step in range(pending.num_steps):
             line = results[step]
@@ -252,11 +217,11 @@ class DrawingRunner:
             edges = line[(2 + branching) * width :].view(np.float32).reshape(width, branching)
             tokens[:], edges[:] = -1, -np.inf
             first = self.shape.max_seeds + (pending.first_step + step) * width * branching
-            self._step(burst, line, tokens, edges, pending.state["pool"], pending.state["free"], first)
+            self._step(burst, line, tokens, edges, state["pool"], state["free"], first)
 
-    def _begin(self, pending: DrawnBurst) -> None:
-        """Fill the pool with the seeds."""
-        burst, seeds = pending.burst, pending.burst.seeds
+    def _begin(self, burst: Burst) -> dict[str, Any]:
+        """Return a pool of the seeds, and the free slots."""
+        seeds = burst.seeds
         free = [list(row.free) for row in row_list(burst.rows)]
         rows, slots, scores = seeds.rows.tolist(), seeds.slots.tolist(), seeds.scores.tolist()
         pool: list[tuple[float, int, int, int, float]] = []
@@ -266,7 +231,7 @@ class DrawingRunner:
             base = (0.0 if last else -math.inf) if forced else score
             pool.append((-score, seed, row, slot, base))
         heapq.heapify(pool)
-        pending.state |= {"pool": pool, "free": free}
+        return {"pool": pool, "free": free}
 
     def _step(self, burst: Burst, line: Any, tokens: Any, edges: Any, pool: Any, free: Any, first: int) -> None:
         width, branching = edges.shape
@@ -342,7 +307,7 @@ class Service:
 
     def turn(self, *, commit: bool) -> None:
         """Take in a burst, perhaps after commits, and launch the next one."""
-        self.runner.finish()
+        self.runner.work()
         before = self.clock.turn
         if commit:
             if (active := self._growth._active) is not None:
