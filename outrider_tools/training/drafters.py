@@ -19,6 +19,7 @@ from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
+from outrider.models.drafters.config import default_feature_layers
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
 from outrider_tools.files import copy_files, replacing
@@ -30,7 +31,6 @@ from outrider_tools.training.heads import (
     TrainableEagle3Head,
     TrainableEagleHead,
     TrainableMtpHead,
-    default_feature_layers,
 )
 from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
 from outrider_tools.training.learner import DraftInput, Learner, Runner, TrainableDrafter, Wrap

@@ -18,7 +18,7 @@ from torch.nn import functional
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config
+from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, default_feature_layers, eagle3_config
 from outrider.models.drafters.kinds import MTP_PREFIX, algorithm_of, head_name
 from outrider.models.drafters.loader import CONFIG, ids_of_offsets
 from outrider.models.fields import read_json
@@ -111,11 +111,6 @@ class TrainableEagleHead(TrainableHead):
 # What an initial head's layer must share with the target's, and what no trainable head has.
 SHARED = ("hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
 LACKING = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm")
-
-
-def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return early, middle and late layers, whose input is the feature, as in public heads."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
@@ -289,8 +284,7 @@ class TrainableMtpHead(TrainableHead):
 
     def public_state(self) -> dict[str, Tensor]:
         """See TrainableDrafter."""
-        state = {name.removeprefix("layer."): tensor.detach() for name, tensor in self.state_dict().items()}
-        return {MTP_PREFIX + name: tensor for name, tensor in state.items()}
+        return {MTP_PREFIX + name.removeprefix("layer."): tensor for name, tensor in self.state_dict().items()}
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
         """See TrainableDrafter. The head gets its own folder, with the target's fields and the number of modules."""

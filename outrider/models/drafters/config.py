@@ -266,6 +266,11 @@ def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     )
 
 
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return early, middle and late layers of a target, whose input is the feature, as in public heads."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
     """Return the layers whose entering residual stream the head takes.
 
@@ -279,7 +284,7 @@ def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_
         count = _target_layers(target_layers, f"config.json has no {LAYER_IDS}, so that feature layers")
         if count < 4:
             raise ConfigError(f"the default feature layers need a target of 4 layers or more, and it has {count}")
-        layers = (2, count // 2, count - 3)
+        layers = default_feature_layers(count)
     if target_layers is not None and max(layers) > target_layers:
         raise ConfigError(f"config.json: {LAYER_IDS} reach beyond the target's {target_layers} layers")
     return layers
