@@ -16,6 +16,7 @@ from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 RETRY_SECONDS = 0.2
 UNTIL_SECONDS = 60.0
+AT_ONCE = 4
 
 Request = gateway_pb2.GatewayServiceGenerateRequest
 
@@ -95,10 +96,10 @@ def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
     return made
 
 
-async def answered_plainly(address: str, asked: Sequence[KnownAnswer], at_once: int = 4) -> list[KnownAnswer]:
+async def answered_plainly(address: str, asked: Sequence[KnownAnswer]) -> list[KnownAnswer]:
     """Return the questions with their answers, decoded without a draft."""
     channel = open_channel(address)
-    places = asyncio.Semaphore(at_once)
+    places = asyncio.Semaphore(AT_ONCE)
 
     async def one(question: KnownAnswer) -> KnownAnswer:
         request = Request()

@@ -16,11 +16,11 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes
 from verify_service.executors.cuda import CudaExecutor
 
-MAX_DEPTH = 12
+MAX_DEPTH, SPINE = 12, 6
 
 
-def tree_parents(num_nodes: int, spine: int = 6) -> list[int]:
-    """Return parents of `num_nodes` nodes, -1 for children of the root: a chain of `spine` nodes and random branches.
+def tree_parents(num_nodes: int) -> list[int]:
+    """Return parents of `num_nodes` nodes, -1 for children of the root: a chain of SPINE nodes and random branches.
 
     The result is the same every time, and no deeper than MAX_DEPTH.
     """
@@ -28,7 +28,7 @@ def tree_parents(num_nodes: int, spine: int = 6) -> list[int]:
     parents: list[int] = []
     depths: list[int] = []
     while len(parents) < num_nodes:
-        parent = len(parents) - 1 if len(parents) < spine else rng.randrange(-1, len(parents))
+        parent = len(parents) - 1 if len(parents) < SPINE else rng.randrange(-1, len(parents))
         depth = 1 if parent < 0 else depths[parent] + 1
         if depth <= MAX_DEPTH:
             parents.append(parent)
@@ -44,7 +44,7 @@ def tree_below(likely: list[int], num_nodes: int, vocab_size: int) -> Nodes:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     rng = random.Random(num_nodes)
     token_ids = [rng.randrange(vocab_size) for _ in parents]
-    chain = min(len(likely), num_nodes, 6)
+    chain = min(len(likely), num_nodes, SPINE)
     token_ids[:chain] = likely[:chain]
     # Siblings must differ: a node that repeats the chain's token would make the walk's choice ambiguous.
     for index in range(chain, num_nodes):

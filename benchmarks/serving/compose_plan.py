@@ -84,12 +84,10 @@ def read_compose(files: Sequence[Path], variables: Mapping[str, str]) -> dict[st
     return content
 
 
-def plan(
-    content: Mapping[str, Any], profile: str, folder: Path, *, here: Path = ROOT, fixed_ports: bool = False
-) -> dict[str, Planned]:
+def plan(content: Mapping[str, Any], profile: str, folder: Path, *, fixed_ports: bool = False) -> dict[str, Planned]:
     """Return the profile's services that are built from docker/Dockerfile, by name, in a valid start order.
 
-    Volumes lie in `folder`; relative paths are below `here`. With `fixed_ports` each port is the container's.
+    Volumes lie in `folder`; relative paths are below this checkout. With `fixed_ports` each port is the container's.
     """
     built = images(ROOT / "docker" / "Dockerfile")
     services = {
@@ -103,8 +101,8 @@ def plan(
     for name in _in_order(services):
         service = services[name]
         image = built[service["build"]["target"]]
-        places = sorted(_places(service, content.get("secrets", {}), folder, here), key=lambda pair: -len(pair[0]))
-        env = {key: _at(doors.here(name, value), places) for key, value in _environment(service, image, here).items()}
+        places = sorted(_places(service, content.get("secrets", {}), folder), key=lambda pair: -len(pair[0]))
+        env = {key: _at(doors.here(name, value), places) for key, value in _environment(service, image).items()}
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(service))
         entrypoint = service.get("entrypoint")
         check = service.get("healthcheck", {})
@@ -151,31 +149,29 @@ class _Doors:
         return self._ports[owner, port]
 
 
-def _environment(service: Mapping[str, Any], image: Image, here: Path) -> dict[str, str]:
+def _environment(service: Mapping[str, Any], image: Image) -> dict[str, str]:
     given = service.get("environment") or {}
     if isinstance(given, list):
         given = dict(entry.split("=", 1) for entry in given)
     from_files: dict[str, str] = {}
     for entry in service.get("env_file") or ():
-        path = here / (entry["path"] if isinstance(entry, dict) else entry)
+        path = ROOT / (entry["path"] if isinstance(entry, dict) else entry)
         lines = [line for line in path.read_text().splitlines() if "=" in line and not line.startswith("#")]
         from_files |= dict(line.split("=", 1) for line in lines)
     merged = {**image.env, **from_files, **given}
     return {key: str(value) for key, value in merged.items() if key != "PATH" and value is not None}
 
 
-def _places(
-    service: Mapping[str, Any], secrets: Mapping[str, Any], folder: Path, here: Path
-) -> Iterator[tuple[str, Path]]:
+def _places(service: Mapping[str, Any], secrets: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield paths in the container, and the paths here in their place."""
     yield "/opt/outrider", ROOT
     for volume in service.get("volumes", ()):
         parts = volume.split(":") if isinstance(volume, str) else (volume["source"], volume["target"])
         outside, inside = parts[0], parts[1]
-        yield inside, here / outside if outside.startswith((".", "/")) else folder / "volumes" / outside
+        yield inside, ROOT / outside if outside.startswith((".", "/")) else folder / "volumes" / outside
     for secret in service.get("secrets", ()):
         name = secret if isinstance(secret, str) else secret["source"]
-        yield f"/run/secrets/{name}", here / secrets[name]["file"]
+        yield f"/run/secrets/{name}", ROOT / secrets[name]["file"]
     for name in ("/var/lib/outrider", "/var/cache/outrider"):
         yield name, folder / service["build"]["target"]
 

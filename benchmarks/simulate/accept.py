@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.split.load import read_prompts
+from benchmarks.split.load import chat_prompts
 from kernels.frontier_state import PARENT, SLOT, TOKEN
 from kernels.sampling_state import RoundTokens
 from outrider.attention.base import ForwardBatch, Segment
@@ -223,12 +223,9 @@ def rounds(text: WrittenText, draftings: Sequence[Drafting]) -> Iterator[int]:
             count += 1
 
 
-def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int, layers: Sequence[int]) -> WrittenText:
+def write_text(model: CausalLM, prompt: list[int], max_tokens: int, layers: Sequence[int]) -> WrittenText:
     """Return the target's greedy answer, past the end of sequence as in benchmarks, and its features."""
-    told = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )
-    tokens: list[int] = list(told["input_ids"])
+    tokens = list(prompt)
     prompt_len, kv, start = len(tokens), model.new_kv(len(tokens) + max_tokens), 0
     features: list[Tensor] = []
     while len(tokens) < prompt_len + max_tokens:
@@ -262,8 +259,6 @@ def parse_arguments() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     """Measure and report."""
-    import transformers
-
     arguments = parse_arguments()
     steps, topk, nodes = arguments.steps, arguments.topk, arguments.nodes
     folder = resolve_model(arguments.model)
@@ -279,11 +274,10 @@ def main() -> None:
         max_positions=2048,
     )
     model = load_draft_model(options, _CPU, torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     name = arguments.algorithm.lower()
     counts: dict[str, list[int]] = {}
-    for prompt in read_prompts(arguments.prompts)[: arguments.limit]:
-        text = write_text(target, tokenizer, prompt, arguments.max_tokens, model.feature_layers)
+    for prompt in chat_prompts(folder, arguments.prompts)[: arguments.limit]:
+        text = write_text(target, prompt, arguments.max_tokens, model.feature_layers)
         vocab = model.target_vocab_size
 
         def inside(text: WrittenText = text) -> Inside:
@@ -317,7 +311,7 @@ def report(arguments: argparse.Namespace, counts: dict[str, list[int]]) -> None:
     for row in rows:
         print(row.case, row.metric, round(row.value, 4))
     if arguments.out:
-        write_report(arguments.out, "accept", cpu_name(), rows, ("torch", "transformers"))
+        write_report(arguments.out, "accept", cpu_name(), rows, ("torch",))
 
 
 if __name__ == "__main__":

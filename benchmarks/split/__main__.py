@@ -35,7 +35,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, verify_options
+from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, printer, verify_options
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import answer_all, prompts_for, read_prompts, warm_up
@@ -180,11 +180,8 @@ class SplitBench:
         print(f"FAILED {text}", flush=True)
 
     def _printer(self, name: str) -> Lines:
-        def on_line(_: str, line: str) -> None:
-            if self.arguments.verbose or " ERROR " in line or "Traceback" in line:
-                print(f"{name}: {line}", flush=True)
-
-        return on_line
+        tell = printer(self.arguments.verbose)
+        return lambda _, line: tell(name, line)
 
 
 def _key(case: SplitCase) -> str:

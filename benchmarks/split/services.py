@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
@@ -83,9 +82,7 @@ class StartedTarget:
     def __enter__(self) -> StartedTarget:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
