@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 
+from outrider.cli.client import Sampling, encode
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -79,20 +80,10 @@ def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
     for number in range(count):
         wanted = [TOPICS[(number + step * (1 + number % 3)) % len(TOPICS)] for step in range(4)]
         text = f"Repeat list {number} three times:\n" + "\n".join(f"- {item}" for item in wanted)
-        sampling = common_pb2.SamplingParams(temperature=0.0)
+        sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         if number % 2:
-            sampling = common_pb2.SamplingParams(temperature=0.7, top_p=0.95, seed=number)
-        message = gateway_pb2.ChatMessage(role="user", content=text)
-        made.append(
-            KnownAnswer(
-                Request(
-                    chat=gateway_pb2.ChatMessages(messages=[message]),
-                    sampling=sampling,
-                    max_tokens=max_tokens,
-                    ignore_eos=True,
-                )
-            )
-        )
+            sampling = replace(sampling, temperature=0.7, top_p=0.95, seed=number)
+        made.append(KnownAnswer(encode(sampling, [("user", text)])))
     return made
 
 

@@ -29,8 +29,9 @@ import grpc
 
 from benchmarks.serving.compose_plan import ROOT, Planned, plan, read_compose
 from benchmarks.serving.compose_run import ProfileRun
+from outrider.cli.client import Sampling, encode
 from outrider.metrics import MetricsPage
-from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 LIST = "Repeat this list three times:\n- red apples\n- brown eggs\n- rye bread\n- fresh milk\n- honey\n- salt"
@@ -76,12 +77,8 @@ class ComposeClient:
 
     def grpc(self) -> DoorReply:
         """Ask for an answer over gRPC."""
-        request = gateway_pb2.GatewayServiceGenerateRequest(
-            chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=LIST)]),
-            sampling=common_pb2.SamplingParams(temperature=0),
-            max_tokens=self._max_tokens,
-            ignore_eos=True,
-        )
+        sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens, ignore_eos=True)
+        request = encode(sampling, [("user", LIST)])
         metadata, start = [("authorization", self._token)] if self._token else [], time.perf_counter()
         with grpc.insecure_channel(self._env["OUTRIDER_ADDRESS"], [("grpc.enable_http_proxy", 0)]) as channel:
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)

@@ -24,11 +24,12 @@ from typing import Any, Self
 
 import psutil
 
+from outrider.cli.client import Sampling, encode
 from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider.rpc.channel import open_channel
-from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "cpu.jsonl"
@@ -48,12 +49,7 @@ class Run:
 
 def request(prompt: str, max_tokens: int, speculate: bool) -> gateway_pb2.GatewayServiceGenerateRequest:
     """Return a greedy request with one user turn."""
-    return gateway_pb2.GatewayServiceGenerateRequest(
-        chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
-        sampling=common_pb2.SamplingParams(temperature=0),
-        max_tokens=max_tokens,
-        speculation=gateway_pb2.SPECULATION_ON if speculate else gateway_pb2.SPECULATION_OFF,
-    )
+    return encode(Sampling(temperature=0.0, max_tokens=max_tokens, speculation=speculate), [("user", prompt)])
 
 
 async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:

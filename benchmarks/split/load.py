@@ -12,11 +12,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.split.cases import SplitCase
 from outrider.chat_template import ChatTemplate
+from outrider.cli.client import Sampling, encode
 from outrider.errors import ConfigError
 from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.rpc.channel import open_channel
-from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from outrider_tools.files import json_objects
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider_tools.training.prompts import read_questions
 
 WARM_PROMPTS = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
 
@@ -49,8 +50,7 @@ _SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["tit
 
 def read_prompts(path: Path) -> list[str]:
     """Return the first turns of a file with a JSON object, with "turns" or "prompt", in each line."""
-    lines = [line for _, line in json_objects(path, str(path))]
-    return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+    return [question.text for question in read_questions(path)]
 
 
 def chat_prompts(folder: Path, path: Path) -> list[list[int]]:
@@ -85,15 +85,17 @@ def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: To
 
 def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway_pb2.GatewayServiceGenerateRequest:
     """Return a request with one user turn."""
-    grammar = common_pb2.Grammar(json_schema=_SCHEMA) if case.json else None
-    return gateway_pb2.GatewayServiceGenerateRequest(
-        chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
-        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed),
-        grammar=grammar,
+    sampling = Sampling(
+        temperature=case.temperature,
+        seed=seed,
         max_tokens=max_tokens,
         ignore_eos=not case.json,
-        speculation=gateway_pb2.SPECULATION_ON if case.drafts else gateway_pb2.SPECULATION_OFF,
+        speculation=case.drafts,
     )
+    asked = encode(sampling, [("user", prompt)])
+    if case.json:
+        asked.grammar.json_schema = _SCHEMA
+    return asked
 
 
 async def _answer(stub: Any, message: gateway_pb2.GatewayServiceGenerateRequest, answers: CaseAnswers) -> list[int]:
