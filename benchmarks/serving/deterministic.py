@@ -33,8 +33,6 @@ from benchmarks.common import add_service_arguments, device_name, printer, verif
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.load import CaseAnswers, answer_all, read_prompts, warm_up
 from benchmarks.split.services import StartedDraft, StartedTarget
-from outrider.rpc.channel import open_channel
-from outrider.v1 import verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, write_report
 
 EXACT, FAST = "deterministic", "fast"
@@ -105,7 +103,8 @@ class Mode:
         with StartedTarget(options, [case.drafter for case in remote], on_line) as target:
             target.start()
             print(f"{self.name}: verify started in {target.start_seconds:.1f} s", flush=True)
-            self._dtype = asyncio.run(dtype_of(target.cluster.address("verify")))
+            dtype = target.cluster.verify.ready_info["dtype"]
+            self._dtype = SHORT_DTYPES.get(dtype, dtype)
             for case in cases:
                 if case not in remote:
                     self._answer_in(target, case, batches, scarce)
@@ -161,14 +160,6 @@ class Mode:
 def on_gpu(arguments: argparse.Namespace) -> bool:
     """Whether verify runs on a GPU."""
     return torch.cuda.is_available() and not arguments.verify_device.startswith("cpu")
-
-
-async def dtype_of(address: str) -> str:
-    """Return the number format of a verify service's computation, as results name it."""
-    async with open_channel(address) as channel:
-        info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
-    name = str(info.dtype)
-    return SHORT_DTYPES.get(name, name)
 
 
 def cost(exact: Mode, fast: Mode, label: str) -> list[Row]:

@@ -33,9 +33,10 @@ from outrider.config.verify import VerifyOptions
 from outrider.metrics import MetricsPage
 from outrider.models.drafters.kinds import choose_drafters
 from outrider.rpc.channel import open_channel
-from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from outrider_tools.files import json_objects
+from outrider_tools.training.prompts import Question
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
 RUNS = ("plain", "default", "colocated", "ngram", "transformers", "llamacpp")
@@ -43,14 +44,6 @@ CLUSTERS = ("default", "colocated", "ngram")
 """Runs with their own services."""
 WARM = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
 MODEL = "smollm2-135m"
-
-
-@dataclass(frozen=True)
-class UserTurn:
-    """A user turn, and the kind of question."""
-
-    category: str
-    text: str
 
 
 @dataclass
@@ -64,16 +57,16 @@ class CategoryTally:
         return [run for name, runs in self.runs.items() if category in ("", name) for run in runs]
 
 
-def read_questions(path: Path) -> list[UserTurn]:
+def read_questions(path: Path) -> list[Question]:
     """Read the questions of a JSONL file, in its order."""
     lines = [line for _, line in json_objects(path, str(path))]
     return [
-        UserTurn(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
+        Question(line["turns"][0] if "turns" in line else line["prompt"], line.get("category", line.get("kind", "any")))
         for line in lines
     ]
 
 
-def pick(questions: Sequence[UserTurn], per_category: int) -> list[UserTurn]:
+def pick(questions: Sequence[Question], per_category: int) -> list[Question]:
     """Return the first `per_category` questions of each category, in their order; 0 keeps all."""
     if not per_category:
         return list(questions)
@@ -99,7 +92,7 @@ class MtBench:
         self.dtype = ""
         self.tallies = {name: CategoryTally() for name in arguments.runs}
 
-    async def run(self, questions: Sequence[UserTurn]) -> list[Row]:
+    async def run(self, questions: Sequence[Question]) -> list[Row]:
         """Answer all questions in every way. Return the figures."""
         with ExitStack() as services:
             self._start(services)
@@ -147,16 +140,12 @@ class MtBench:
         for name, cluster in self._clusters.items():
             channel = await channels.enter_async_context(open_channel(cluster.gateway_address))
             self._stubs[name] = gateway_pb2_grpc.GatewayServiceStub(channel)
-        first = next(iter(self._clusters.values()), None)
-        if first is not None:
-            channel = await channels.enter_async_context(open_channel(first.address("verify")))
-            info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
-            self.dtype = info.dtype
+            self.dtype = cluster.verify.ready_info["dtype"]
         for text in WARM:
             for name in self._arguments.runs:
                 await self._answer(name, text, self._arguments.warm_tokens)
 
-    async def _ask(self, index: int, question: UserTurn) -> None:
+    async def _ask(self, index: int, question: Question) -> None:
         names = self._arguments.runs
         first = index % len(names)
         for name in (*names[first:], *names[:first]):

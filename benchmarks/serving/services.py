@@ -29,7 +29,7 @@ from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider.rpc.channel import open_channel
-from outrider.v1 import gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "cpu.jsonl"
@@ -173,14 +173,12 @@ async def main() -> None:
     prompts = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     prompts = [prompt for prompt in prompts if arguments.kind in (None, prompt["kind"])]
     with Cluster(verify=VerifyOptions(dtype=arguments.dtype, disable_radix_cache=True)) as cluster:
-        channel = open_channel(cluster.address("verify"))
-        info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
-        await channel.close()
-        kinds = await measure(cluster, prompts, arguments.max_tokens, info.dtype)
+        dtype = cluster.verify.ready_info["dtype"]
+        kinds = await measure(cluster, prompts, arguments.max_tokens, dtype)
         memory = memory_rows(cluster)
     copying = [run for kind, runs in kinds.items() if kind != "creative" for run in runs]
     groups = {**kinds, "copying": copying} if copying else dict(kinds)
-    rows = [row for kind, runs in groups.items() for row in rows_of(kind, runs, info.dtype)] + memory
+    rows = [row for kind, runs in groups.items() for row in rows_of(kind, runs, dtype)] + memory
     for row in rows:
         print(f"{row.case:60} {row.metric:34} {row.value:8.2f} {row.unit}")
     if arguments.out:
