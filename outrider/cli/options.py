@@ -108,7 +108,8 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
     """Return the services' options that the command line holds, as the user spells them."""
-    return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
+    flags = [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
+    return flags + ["--draft-placement"] * (given.draft_placement != PLACEMENTS[0])
 
 
 def translate_argv(argv: Sequence[str]) -> list[str]:

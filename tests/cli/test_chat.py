@@ -257,9 +257,11 @@ def test_numbers_that_no_request_can_hold_are_refused_by_name(
     assert f"argument {option}: '{value}' is not a {kind} from" in capsys.readouterr().err
 
 
-async def test_options_of_services_are_refused_where_none_is_started() -> None:
-    code, _, err = await chat("127.0.0.1:1", "", "--model=other")
+@pytest.mark.parametrize("option", ["--model=other", "--draft-placement=remote"])
+async def test_options_of_services_are_refused_where_none_is_started(option: str) -> None:
+    code, _, err = await chat("127.0.0.1:1", "", option)
+    flag = option.partition("=")[0]
     assert (
         code == 2
-        and err == "outrider: error: --model: with --connect no service is started here; leave one of the two out\n"
+        and err == f"outrider: error: {flag}: with --connect no service is started here; leave one of the two out\n"
     )
