@@ -286,7 +286,7 @@ class Trainer:
         return now
 
     def _end_if_late(self, seconds: float) -> None:
-        """End if the minutes are over before the speed is known; `seconds` include the first step, which compiles."""
+        """End if the minutes are over before the speed is known; `seconds` count from the end of the first step."""
         is_over = seconds > 60 * self._options.minutes
         if not self.history.total_steps and self._ranks.broadcast_int(int(is_over)):
             self.history.total_steps = self._step
