@@ -7,7 +7,7 @@ A function takes addresses and numbers, all int64 (the language: llvm.org/docs/L
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import LANES, LINE
-from kernels.cpu.objects import kept_objects
+from kernels.cpu.objects import kept_object
 
 I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
 VECTOR = ir.VectorType(F32, LANES)
@@ -400,15 +400,15 @@ def optimized(module: Module, is_straight: bool = False) -> Any:
     return found
 
 
-def compiled(isa: Isa, name: str, write: Callable[[], Sequence[Any]]) -> Any:
+def compiled(isa: Isa, parts: Mapping[str, Callable[[], Any]]) -> Any:
     """Return an engine that holds the memory of all functions of modules that call each other.
 
-    `write` makes the modules, which may depend only on `name` and this package's code: see kernels.cpu.objects.
+    Each of `parts` makes a module, which may depend only on its name and this package's code: see kernels.cpu.objects.
     """
     target = machine(isa)
-    objects = kept_objects(isa, name, lambda: [target.emit_object(module) for module in write()])
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
-    for part in objects:
+    for name, write in parts.items():
+        part = kept_object(isa, name, lambda write=write: target.emit_object(write()))
         engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()
     return engine
@@ -424,9 +424,9 @@ def function(engine: Any, name: str, count: int) -> Any:
 def compiled_function(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
     """Return a compiled function of these arguments that calls no other of ours. Its name must be unique."""
 
-    def modules() -> list[Any]:
+    def made() -> Any:
         module = Module(isa)
         write(Code(module, name, names))
-        return [optimized(module)]
+        return optimized(module)
 
-    return function(compiled(isa, name, modules), name, len(names))
+    return function(compiled(isa, {name: made}), name, len(names))

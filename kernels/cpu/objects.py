@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,24 +23,24 @@ from kernels import outrider_home
 from kernels.cpu import SOURCES, sources
 from kernels.cpu.isa import Isa
 
-_SUM, _LENGTH = 32, 8
-"""Bytes of the checksum at the start of a file (see `_sum`), and of the length before each object in it."""
+_SUM = 32
+"""Bytes of the checksum at the start of a file: see `_sum`."""
 
 
-def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]) -> list[bytes]:
-    """Return the result of `compile_all`, or its result in an earlier process for the same name."""
+def kept_object(isa: Isa, name: str, compiled: Callable[[], bytes]) -> bytes:
+    """Return the result of `compiled`, or its result in an earlier process for the same name."""
     path = _path(isa, name)
     if path is not None and (found := _read(path)) is not None:
         return found
-    objects = list(compile_all())
+    made = compiled()
     # If sources have changed meanwhile, it is not known which version was compiled.
     if path is not None and sources() == SOURCES:
-        _write(path, objects)
-    return objects
+        _write(path, made)
+    return made
 
 
 def _path(isa: Isa, name: str) -> Path | None:
-    """Return where objects are kept; None if they cannot be kept, or not be told apart from those of other versions."""
+    """Return where an object is kept; None if it cannot be kept, or not be told apart from those of other versions."""
     try:
         folder = outrider_home()
     except RuntimeError:  # there is no home
@@ -51,8 +51,8 @@ def _path(isa: Isa, name: str) -> Path | None:
     return folder / "code" / f"{sha256(repr(key).encode()).hexdigest()}.o"
 
 
-def _read(path: Path) -> list[bytes] | None:
-    """Return the objects in a file; None if it is missing or is not as this user wrote it."""
+def _read(path: Path) -> bytes | None:
+    """Return the object in a file; None if it is missing or is not as this user wrote it."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -61,14 +61,8 @@ def _read(path: Path) -> list[bytes] | None:
             data = file.read()
     except OSError:
         return None
-    objects, rest = [], data[_SUM:]
-    if _sum(path, rest) != data[:_SUM]:
-        return None
-    while rest:
-        end = _LENGTH + int.from_bytes(rest[:_LENGTH], "little")
-        objects.append(rest[_LENGTH:end])
-        rest = rest[end:]
-    return objects
+    rest = data[_SUM:]
+    return rest if _sum(path, rest) == data[:_SUM] else None
 
 
 def _sum(path: Path, rest: bytes) -> bytes:
@@ -76,9 +70,8 @@ def _sum(path: Path, rest: bytes) -> bytes:
     return sha256(path.name.encode() + rest).digest()
 
 
-def _write(path: Path, objects: Sequence[bytes]) -> None:
-    """Write the objects if possible. Concurrent readers never see half a file."""
-    rest = b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in objects)
+def _write(path: Path, rest: bytes) -> None:
+    """Write the object if possible. Concurrent readers never see half a file."""
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)

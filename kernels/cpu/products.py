@@ -8,7 +8,7 @@ registers: see kernels.cpu.vectors. llvmlite compiles the code when it is first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -201,7 +201,7 @@ def prepare(kind: str) -> None:
 
 
 def function_address(isa: Isa, kind: str, name: str) -> int:
-    """Return the address of `prepare` or `tiles_<kind>` of `modules`, with results in float32."""
+    """Return the address of `prepare` or `tiles_<kind>` of `products_module`, with results in float32."""
     address: int = _compiled(isa, kind, True).engine.get_function_address(name)
     return address
 
@@ -211,11 +211,16 @@ def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
     """Return the compiled function `product`."""
     from kernels.cpu import code
 
-    engine = code.compiled(isa, f"products {kind} {wide}", partial(modules, isa, kind, wide))
+    engine = code.compiled(isa, part_of(isa, kind, wide))
     return code.function(engine, "product", len(_PRODUCT) + 2)
 
 
-def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
+def part_of(isa: Isa, kind: str, wide: bool = False) -> dict[str, Callable[[], Any]]:
+    """Return what makes `products_module`, by its name: the same object for all functions that call it."""
+    return {f"products {kind} {wide}": partial(products_module, isa, kind, wide)}
+
+
+def products_module(isa: Isa, kind: str, wide: bool = False) -> Any:
     """Write `tiles_<kind>` of TILES, `prepare` of PREPARE, and `product`, which calls them in all threads.
 
     `wide`: results are float32.
@@ -236,4 +241,4 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))
     part.done()
     write_call(module, "product", _PRODUCT, "part")
-    return [optimized(module, is_straight=not isa.has_tiles)]
+    return optimized(module, is_straight=not isa.has_tiles)

@@ -351,7 +351,8 @@ def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
     from kernels.cpu import code
     from kernels.cpu.layer_code import layers_module
 
-    def modules() -> list[Any]:
-        return [*products.modules(isa, shape.kind), code.optimized(layers_module(isa, shape, threads))]
+    def layers() -> Any:
+        return code.optimized(layers_module(isa, shape, threads))
 
-    return code.function(code.compiled(isa, f"layers {shape} {threads}", modules), "run", len(RUN) + 2)
+    parts = products.part_of(isa, shape.kind) | {f"layers {shape} {threads}": layers}
+    return code.function(code.compiled(isa, parts), "run", len(RUN) + 2)

@@ -16,14 +16,15 @@ from test_cpu_products import KINDS, made
 
 import kernels
 from kernels import cpu
-from kernels.cpu import products, rows
-from kernels.cpu.isa import Isa, best_isa
+from kernels.cpu import products, rows, stack
+from kernels.cpu.isa import Isa, best_isa, needed_isa
+from kernels.cpu.layout import StackShape
 
 objects = pytest.importorskip("kernels.cpu.objects", exc_type=ImportError)  # where there is no LLVM nothing is compiled
-kept_objects = objects.kept_objects
+kept_object = objects.kept_object
 
 pytestmark = pytest.mark.skipif(best_isa() is None, reason="needs a CPU that functions are compiled for")
-PARTS = [b"one", b"", b"three"]
+OBJECT = b"object"
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fail() -> list[bytes]:
+def fail() -> bytes:
     pytest.fail("compiled again")
 
 
@@ -42,18 +43,18 @@ def set_sources(monkeypatch: pytest.MonkeyPatch, digest: str) -> None:
 
 
 def test_what_was_compiled_once_is_read_again(home: Path) -> None:
-    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
-    assert kept_objects(Isa.AVX2, "name", fail) == PARTS
+    assert kept_object(Isa.AVX2, "name", lambda: OBJECT) == OBJECT
+    assert kept_object(Isa.AVX2, "name", fail) == OBJECT
     (file,) = (home / "code").iterdir()
     assert file.stat().st_mode & 0o077 == 0, "whoever could write it could have it run"
 
 
 def test_another_name_instruction_set_or_version_has_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept_objects(Isa.AVX2, "name", lambda: [b"0"]) == [b"0"]
-    assert kept_objects(Isa.AVX2, "other", lambda: [b"1"]) == [b"1"]
-    assert kept_objects(Isa.AVX512, "name", lambda: [b"2"]) == [b"2"]
+    assert kept_object(Isa.AVX2, "name", lambda: b"0") == b"0"
+    assert kept_object(Isa.AVX2, "other", lambda: b"1") == b"1"
+    assert kept_object(Isa.AVX512, "name", lambda: b"2") == b"2"
     set_sources(monkeypatch, "newer")
-    assert kept_objects(Isa.AVX2, "name", lambda: [b"3"]) == [b"3"]
+    assert kept_object(Isa.AVX2, "name", lambda: b"3") == b"3"
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
@@ -77,20 +78,20 @@ def test_what_may_be_compiled_from_sources_of_two_releases_is_not_kept(
 def test_a_file_that_is_not_as_it_was_written_is_written_again(
     home: Path, place: int, bit: int, length: int | None
 ) -> None:
-    kept_objects(Isa.AVX2, "name", lambda: PARTS)
+    kept_object(Isa.AVX2, "name", lambda: OBJECT)
     (file,) = (home / "code").iterdir()
     whole = file.read_bytes()
     harmed = bytearray(whole if length is None else whole[: length % len(whole)])
     if length is None:
         harmed[place % len(whole)] ^= 1 << bit
     file.write_bytes(harmed)
-    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
+    assert kept_object(Isa.AVX2, "name", lambda: OBJECT) == OBJECT
     assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("change", ["another's", "anybody can write it", "kept for another name"])
 def test_a_file_that_another_user_may_have_put_there_is_not_run(change: str, home: Path) -> None:
-    kept_objects(Isa.AVX2, "name", lambda: PARTS)
+    kept_object(Isa.AVX2, "name", lambda: OBJECT)
     (file,) = (home / "code").iterdir()
     if change == "another's":
         if os.geteuid() != 0:
@@ -99,11 +100,11 @@ def test_a_file_that_another_user_may_have_put_there_is_not_run(change: str, hom
     elif change == "anybody can write it":
         file.chmod(0o666)
     else:
-        kept_objects(Isa.AVX2, "other", lambda: [b"other"])
+        kept_object(Isa.AVX2, "other", lambda: b"other")
         (other,) = set((home / "code").iterdir()) - {file}
         other.replace(file)
-    assert kept_objects(Isa.AVX2, "name", lambda: [b"own"]) == [b"own"]
-    assert kept_objects(Isa.AVX2, "name", fail) == [b"own"]
+    assert kept_object(Isa.AVX2, "name", lambda: b"own") == b"own"
+    assert kept_object(Isa.AVX2, "name", fail) == b"own"
 
 
 def test_sources_that_cannot_be_read_keep_nothing_from_starting(
@@ -126,8 +127,8 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
         monkeypatch.setattr(Path, "expanduser", homeless)
     else:
         set_sources(monkeypatch, "")
-    counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
-    assert counts == [[b"\0"], [b"\1"]]
+    counts = [kept_object(Isa.AVX2, "name", lambda number=number: bytes([number])) for number in range(2)]
+    assert counts == [b"\0", b"\1"]
 
 
 @pytest.mark.usefixtures("isa")
@@ -144,3 +145,13 @@ def test_kept_code_computes_the_same_bits(kind: str, home: Path) -> None:
         kept.append({path.name: path.stat().st_mtime_ns for path in (home / "code").iterdir()})
     assert kept[0] == kept[1] and len(kept[0]) >= 2
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+def test_layers_call_the_products_that_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu import code
+
+    isa, shape = needed_isa(), StackShape(64, 2, 2, 64, 96, 1e-5, 0.2, kind="half")
+    code.compiled(isa, products.part_of(isa, "half"))
+    monkeypatch.setattr(products, "products_module", lambda *_: pytest.fail("compiled again"))
+    stack._compiled.__wrapped__(isa, shape, 1)
+    assert len([*(home / "code").iterdir()]) == 2

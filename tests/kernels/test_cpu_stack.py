@@ -143,15 +143,15 @@ def tree_mask(rows: int, generator: torch.Generator) -> Tensor:
 
 @settings(max_examples=40)
 @given(
-    # Each shape in as many threads, for each of which it would be compiled anew.
-    case=st.sampled_from([*zip(SHAPES, (3, 1, 3, 3, 1), strict=True)]),
+    # Each shape in as many threads, and its rows alone, for each of which it would be compiled anew.
+    case=st.sampled_from([*zip(SHAPES, ((3, 2), (1, 2), (3, 2), (3, 3), (1, 1)), strict=True)]),
     parts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=4),
     seed=st.integers(0, 99),
 )
 def test_layers_are_those_of_the_wide_weights_and_rows_do_not_depend_on_others(
-    case: tuple[StackShape, int], parts: list[tuple[int, int]], seed: int
+    case: tuple[StackShape, tuple[int, int]], parts: list[tuple[int, int]], seed: int
 ) -> None:
-    shape, threads = case
+    shape, (threads, threads_alone) = case
     while sum(rows for rows, _ in parts) > MAX_ROWS:
         parts = parts[1:]
     of, generator = layers_of(shape), torch.Generator().manual_seed(seed)
@@ -180,7 +180,8 @@ def test_layers_are_those_of_the_wide_weights_and_rows_do_not_depend_on_others(
             if len(seen) > 1 and part.mask is not None:
                 alone = alone._replace(mask=part.mask[seen][:, seen])
             rows = [first + place for place in seen]
-            by_itself, _ = run(of, stream[rows], [alone], own[rows], (angles[0][rows], angles[1][rows]))
+            turned = angles[0][rows], angles[1][rows]
+            by_itself, _ = run(of, stream[rows], [alone], own[rows], turned, threads_alone)
             assert torch.equal(by_itself[-1], found[first + row])
         first += part.rows
     untouched = torch.ones(80, dtype=torch.bool)
