@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import psutil
 import pytest
 from harness import tiny_model
 from service_process import engine_of, is_gone, start_door, wait_until
+from threaded_engine import ThreadInbox
 from tokenizers import Tokenizer, models
 
 from outrider.config.base import options_to_argv
@@ -28,6 +31,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service import main
 from verify_service.door.remote import RemoteVerifyEngine
+from verify_service.engine.build import assemble
 from verify_service.frames import RoundReport
 
 
@@ -44,6 +48,18 @@ def options_for(model: str | Path, **fields: str) -> VerifyOptions:
     return VerifyOptions(
         model=str(model), dtype="float32", threads=1, max_total_tokens=1024, metrics_address="", draft=(), **fields
     )
+
+
+def drafting_options(folder: Path, draft: Path, *names: str) -> VerifyOptions:
+    options = options_for(folder, device="cpu", speculative_draft_model_path=str(draft))
+    return replace(options, speculative_algorithm=names)
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """An engine in the test's process turns off what other tests count on."""
+    yield
+    gc.enable()
 
 
 async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
@@ -77,31 +93,41 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
 async def test_n_grams_draft_alone_where_the_model_beside_them_cannot(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process as in a draft service: for a model that is not there, and one of another tokenizer."""
+    options = drafting_options(folder, tmp_path / "none", "STANDALONE", "NGRAM")
+    process, _ = await main.start_engine(options, lambda report: None)
+    try:
+        served = await process.ready(asyncio.Event())
+        assert served is not None and served.drafters == ("NGRAM",)
+        await process.stop()
+    finally:
+        await process.close()
+    said = capfd.readouterr().err
+    assert f"only n-grams draft, {tmp_path}/none is not used: " in said
+    assert "NGRAM draft in this process" in said
+
+
+@pytest.mark.parametrize("names", [("STANDALONE", "NGRAM"), ("AUTO",)])
+def test_n_grams_draft_alone_where_the_model_beside_them_has_another_tokenizer(
+    names: tuple[str, ...], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, collected: None
+) -> None:
+    """As in a draft service."""
     tiny_model(tmp_path)
     words = {f"other{number}": number for number in range(61)}
     Tokenizer(models.WordLevel(words, unk_token="other0")).save(str(tmp_path / "tokenizer.json"))
-    for names, path, works in (
-        (("STANDALONE", "NGRAM"), tmp_path / "none", True),
-        (("STANDALONE", "NGRAM"), tmp_path, True),
-        (("STANDALONE",), tmp_path / "none", False),
-        (("AUTO",), tmp_path, True),
-    ):
-        options = options_for(folder, device="cpu", speculative_draft_model_path=str(path))
-        process, _ = await main.start_engine(replace(options, speculative_algorithm=names), lambda report: None)
-        try:
-            if works:
-                served = await process.ready(asyncio.Event())
-                assert served is not None and served.drafters == ("NGRAM",)
-                await process.stop()
-            else:
-                with pytest.raises(ConfigError, match="none"):
-                    await process.ready(asyncio.Event())
-        finally:
-            await process.close()
-        said = capfd.readouterr().err
-        assert (f"only n-grams draft, {path} is not used: " in said) == works
-        assert ("NGRAM draft in this process" in said) == works
+    caplog.set_level(logging.INFO)
+    _, served = assemble(drafting_options(folder, tmp_path, *names), ThreadInbox(), lambda report: None)
+    assert served.drafters == ("NGRAM",)
+    assert f"only n-grams draft, {tmp_path} is not used: " in caplog.text
+    assert "NGRAM draft in this process" in caplog.text
+
+
+def test_a_model_that_alone_would_draft_and_cannot_ends_the_start(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(ConfigError, match="none"):
+        assemble(drafting_options(folder, tmp_path / "none", "STANDALONE"), ThreadInbox(), lambda report: None)
+    assert "draft in this process" not in caplog.text and "only n-grams draft" not in caplog.text
 
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
