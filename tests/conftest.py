@@ -31,10 +31,12 @@ if not Path("/dev/nvidiactl").exists():
 
 
 LONGEST = (
-    *("cluster", "test_ranks", "test_round_growth", "test_ranked_drafts", "test_chaos", "test_many_to_many", "live"),
-    *("test_runner", "test_branches", "test_attention", "test_evaluate_draft", "test_parallel", "test_training_run"),
-    *("test_trainer", "test_sampling", "test_exactness_experts", "test_engine_process", "test_grammar_exactness"),
-    *("test_drafter_kinds", "test_colocated", "test_device_fault", "test_compile_for_a_gpu"),
+    *("cluster", "test_ranks", "test_round_growth", "test_compile_for_a_gpu", "test_engine_process", "test_chaos"),
+    *("test_up", "test_many_to_many", "live", "test_ranked_drafts", "test_cpu_stack", "test_few_rows", "test_runner"),
+    *("test_training_run", "test_transformers_target", "test_chat", "test_colocated", "test_grammar_exactness"),
+    *("test_draft_is_target", "test_cluster", "test_attention", "test_drafter_kinds", "test_evaluate_draft"),
+    *("test_transformers_models", "test_large_texts", "test_device_fault", "test_branches", "test_collection"),
+    *("test_trainer", "test_cpu_objects", "test_sampling", "test_parallel", "test_exactness_experts"),
 )
 """Groups that take long, the longest first: one that began late would be waited for by processes that have no more."""
 
