@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -408,10 +409,15 @@ def compiled(isa: Isa, parts: Mapping[str, Callable[[], Any]]) -> Any:
     target = machine(isa)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
     for name, write in parts.items():
-        part = kept_object(isa, name, lambda write=write: target.emit_object(write()))
+        part = kept_object(isa, name, partial(_emitted, target, write))
         engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()
     return engine
+
+
+def _emitted(target: Any, write: Callable[[], Any]) -> bytes:
+    emitted: bytes = target.emit_object(write())
+    return emitted
 
 
 def function(engine: Any, name: str, count: int) -> Any:
