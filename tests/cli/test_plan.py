@@ -195,10 +195,10 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     # The ids that it may guess, and what is made of fc when it is loaded, are no weights.
     built = sum(tensor.numel() for tensor in head.checkpoint_tensors().values())
     assert head_elements("EAGLE3", replace(config, draft_vocab_size=head.vocab_size)).total == built
-    eagle = eagle_config(LLAMA_8B | {"num_hidden_layers": 2}, ("fc.bias",), 32)
+    eagle = eagle_config(LLAMA_8B | {"num_hidden_layers": 2}, ("fc.bias",), 32, 4096)
     mtp = mtp_config(ModelConfig.from_fields(LLAMA_8B, {}), ("input_proj.weight",))
     fields = LLAMA_8B | {"num_hidden_layers": 2, "block_size": 7, "mask_token_id": 5, "target_layer_ids": [1, 9]}
-    block = block_config(fields | {"markov_rank": 16}, (MARKOV_INPUT,), 32)
+    block = block_config(fields | {"markov_rank": 16}, (MARKOV_INPUT,), 32, 4096)
     heads = (("EAGLE", EagleHead, eagle), ("NEXTN", MtpHead, mtp), ("DSPARK", BlockHead, block))
     for name, kind, described in heads:
         assert allocated(kind(described, torch.bfloat16, meta)) == 2 * head_elements(name, described).total

@@ -102,10 +102,12 @@ class BlockConfig:
         return self.size if self.from_root else self.size - 1
 
 
-def eagle3_config(fields: Mapping[str, Any], names: Collection[str], target_layers: int | None) -> HeadConfig:
+def eagle3_config(
+    fields: Mapping[str, Any], names: Collection[str], target_layers: int | None, target_hidden: int | None = None
+) -> HeadConfig:
     """Return an EAGLE-3 head's configuration from its config.json and its tensors' names, as `head_name` gives them.
 
-    `target_layers`: the target's number of layers, None if unknown.
+    `target_layers` and `target_hidden` are the target's, None if unknown.
 
     Raises ConfigError, naming the field or option at fault.
     """
@@ -114,6 +116,7 @@ def eagle3_config(fields: Mapping[str, Any], names: Collection[str], target_laye
     flat = {**fields, **get_object(fields, "transformer_layer_config")}
     decoder = _decoder(flat, names)
     hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
+    _check_target_hidden(hidden, target_hidden)
     if get_bool(eagle, "use_aux_hidden_state", True):
         layers = _feature_layers(fields, eagle, target_layers)
     else:
@@ -157,9 +160,12 @@ def check_unquantized(names: Collection[str]) -> None:
         )
 
 
-def eagle_config(fields: Mapping[str, Any], names: Collection[str], target_layers: int) -> HeadConfig:
+def eagle_config(
+    fields: Mapping[str, Any], names: Collection[str], target_layers: int, target_hidden: int
+) -> HeadConfig:
     """Return an EAGLE-1 or EAGLE-2 head's configuration, like `eagle3_config`."""
     decoder = _decoder(fields, names)
+    _check_target_hidden(decoder.hidden_size, target_hidden)
     return HeadConfig(
         decoder=decoder,
         draft_vocab_size=decoder.vocab_size,
@@ -169,7 +175,9 @@ def eagle_config(fields: Mapping[str, Any], names: Collection[str], target_layer
     )
 
 
-def mtp_config(target: ModelConfig, names: Collection[str], target_layers: int | None = None) -> HeadConfig:
+def mtp_config(
+    target: ModelConfig, names: Collection[str], target_layers: int | None = None, target_hidden: int | None = None
+) -> HeadConfig:
     """Return the configuration of the MTP head in a checkpoint with tensors of these `names`, as `mtp_name` gives them.
 
     The head is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint
@@ -182,6 +190,7 @@ def mtp_config(target: ModelConfig, names: Collection[str], target_layers: int |
             f"config.json: NEXTN reads a head in MiMo's layout, model.mtp_layers.0, and this is {target.architecture} "
             "without one; heads in the layouts of DeepSeek and Qwen3-Next are not supported"
         )
+    _check_target_hidden(target.hidden_size, target_hidden)
     if target_layers not in (None, target.num_layers):
         raise ConfigError(f"the head is of a model of {target.num_layers} layers, the target has {target_layers}")
     return HeadConfig(
@@ -192,7 +201,9 @@ def mtp_config(target: ModelConfig, names: Collection[str], target_layers: int |
     )
 
 
-def block_config(fields: Mapping[str, Any], names: Collection[str], target_layers: int | None) -> HeadConfig:
+def block_config(
+    fields: Mapping[str, Any], names: Collection[str], target_layers: int | None, target_hidden: int | None = None
+) -> HeadConfig:
     """Return a DFLASH or DSPARK head's configuration, like `eagle3_config`.
 
     Heads may be in the layouts of z-lab, DeepSpec and vLLM's speculators. z-lab's fields are in `dflash_config`,
@@ -202,6 +213,7 @@ def block_config(fields: Mapping[str, Any], names: Collection[str], target_layer
     flat = {**fields, **get_object(fields, "transformer_layer_config"), **own}
     decoder = _decoder(flat, names)
     hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
+    _check_target_hidden(hidden, target_hidden)
     if hidden != decoder.hidden_size:
         raise ConfigError(
             f"config.json: hidden_size {decoder.hidden_size} of a block head must be the target's {hidden}"
@@ -303,16 +315,21 @@ def _target_layers(target_layers: int | None, what: str) -> int:
     return target_layers
 
 
-def check_sizes(head: HeadConfig, hidden_size: int | None, vocab_size: int | None) -> None:
-    """Raise ConfigError if the target has another hidden size, or a vocabulary that differs by more than padding.
+def _check_target_hidden(head: int, target: int | None) -> None:
+    if target is not None and head != target:
+        raise ConfigError(
+            f"the head takes features of hidden size {head}, the target's is {target}; use a head trained for this "
+            "target"
+        )
 
-    None stands for a size that is not known.
-    """
-    taken, own, fix = head.target_hidden_size, head.decoder.vocab_size, "use a head trained for this target"
-    if hidden_size not in (None, taken):
-        raise ConfigError(f"the head takes features of hidden size {taken}, the target's is {hidden_size}; {fix}")
-    if vocab_size is not None and abs(own - vocab_size) > _MOST_PADDING:
-        raise ConfigError(f"the head has a vocabulary of {own}, the target one of {vocab_size}; {fix}")
+
+def check_vocabulary(head: HeadConfig, target: int | None) -> None:
+    """Raise ConfigError if a head's vocabulary differs by more than padding from the `target`'s, if that is known."""
+    own = head.decoder.vocab_size
+    if target is not None and abs(own - target) > _MOST_PADDING:
+        raise ConfigError(
+            f"the head has a vocabulary of {own}, the target one of {target}; use a head trained for this target"
+        )
 
 
 def cut_head(head: HeadConfig, world: int, item_bytes: int) -> HeadConfig | None:

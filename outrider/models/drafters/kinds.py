@@ -31,8 +31,8 @@ from outrider.models.drafters.config import (
     ContextWindow,
     HeadConfig,
     block_config,
-    check_sizes,
     check_unquantized,
+    check_vocabulary,
     eagle3_config,
     eagle_config,
     mtp_config,
@@ -221,18 +221,18 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
         check_unquantized(names)
         fields = read_json(folder / "config.json")
         if algorithm == "NEXTN":
-            config = mtp_config(ModelConfig.from_folder(folder), names, layers)
+            config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
         elif algorithm == "EAGLE3":
-            config = eagle3_config(fields, names, layers)
+            config = eagle3_config(fields, names, layers, hidden)
         elif algorithm in BLOCK_ALGORITHMS:
-            config = block_config(fields, names, layers)
-        elif layers is None:
+            config = block_config(fields, names, layers, hidden)
+        elif layers is None or hidden is None:
             raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
         else:
-            config = eagle_config(fields, names, layers)
+            config = eagle_config(fields, names, layers, hidden)
         size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
         sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
-        check_sizes(config, hidden, vocab_size)
+        check_vocabulary(config, vocab_size)
     return replace(config, window=ContextWindow(size, sinks))
 
 
