@@ -125,12 +125,11 @@ class FeatureStore:
     def write(self, slots: Tensor, features: Sequence[Tensor]) -> None:
         """Store rows [M, hidden_size] of each of `inputs` at slots [M]. May be captured.
 
-        Rows of negative slots are padding; all other slots must differ.
+        Rows of slot -1 are padding; all other slots must differ.
         """
-        places = torch.where(slots < 0, self.num_slots, slots).long()
-        rows = self._rows(features).view(-1, 2, self.width // 2)
-        for half in range(2):
-            self._halves[half].index_copy_(0, places, rows[:, half])
+        # Slot -1 is the last one.
+        places = slots.remainder(self.num_slots + 1).long()
+        self._halves.index_copy_(1, places, self._rows(features).view(-1, 2, self.width // 2).transpose(0, 1))
 
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy rows as `KVCache.move` does."""
@@ -162,7 +161,7 @@ class FeatureStore:
         parts = [given[layer] for layer in self.layers]
         if self._product is not None:
             parts.append(self._product(torch.cat([given[layer] for layer in self._factors], 1)))
-        return torch.cat(parts, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _load(projection: Projection, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Linear:
