@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.core.json_size import MAX_MEMBERS, json_excess
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.tool_parser import ToolCalls
 from outrider.errors import InvalidRequestError
@@ -75,16 +76,27 @@ def _encodable(text: str) -> str:
     return text
 
 
+def at_most(limit: int) -> Callable[[Any], Any]:
+    """Return a validator that refuses an object of more than `limit` members before it looks at them.
+
+    Each of them may be wrong, every finding costs time, and pydantic's `fail_fast` is for lists alone.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            about = {"length": len(value), "limit": limit}
+            raise PydanticCustomError(
+                "at_most", "{length} entries, over the limit of {limit}; send at most {limit}", about
+            )
+        return value
+
+    return check
+
+
 def _integer_keys(value: Any) -> Any:
     # JSON writes the keys of an object as strings.
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_LOGIT_BIAS:  # checked first: each entry may be wrong, and every finding costs time
-        raise PydanticCustomError(
-            "logit_bias",
-            "{length} entries, over the limit of {limit}; send at most {limit}",
-            {"length": len(value), "limit": MAX_LOGIT_BIAS},
-        )
     return {
         int(k) if isinstance(k, str) and k.isascii() and k.isdigit() and len(k) < 12 else k: v for k, v in value.items()
     }
@@ -132,6 +144,7 @@ LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
     BeforeValidator(_integer_keys),
+    BeforeValidator(at_most(MAX_LOGIT_BIAS)),
 ]
 
 
@@ -252,6 +265,18 @@ def _identifier(name: str) -> str:
     return name
 
 
+def _parsable(arguments: str) -> str:
+    # Templates get the object that this JSON stands for.
+    if len(arguments) > MAX_MEMBERS and (excess := json_excess(arguments.encode(), MAX_MEMBERS)):
+        problem = "holds {number} {what}, over the limit of {limit}; send at most {limit}"
+        raise PydanticCustomError("arguments", problem, dict(zip(("number", "limit", "what"), excess, strict=True)))
+    return arguments
+
+
+CallArguments = Annotated[Text, AfterValidator(_parsable)]
+"""The arguments of an earlier call: JSON, as the model wrote it."""
+
+
 class Tool(StrictModel):
     """A function that the client can call for the model."""
 
@@ -275,8 +300,7 @@ class ToolCall(StrictModel):
 
     id: Annotated[Text, Field(max_length=256)] = ""
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = ""
-    """JSON, as the model wrote it."""
+    arguments: CallArguments = ""
 
 
 def check_role(role: str, tool_calls: Sequence[object] | None, tool_call_id: str | None) -> None:

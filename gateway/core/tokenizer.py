@@ -132,6 +132,7 @@ class StopMatcher:
         """`keep`: let the stop string through, too."""
         self._keep = keep
         self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -148,9 +149,18 @@ class StopMatcher:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._keep else start]
-        safe = len(text) - max(overlap_length(text, stop) for stop in self._stops)
+        safe = self._first_start(text)
         self._held = text[safe:]
         return text[:safe]
+
+    def _first_start(self, text: str) -> int:
+        """Return where a stop string may have begun in `text`, which contains none; its length if nowhere."""
+        # Place by place, not stop by stop: a place that was passed is never looked at again, whatever the stops are.
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            rest = text[at:]
+            if any(stop.startswith(rest) for stop in self._stops):
+                return at
+        return len(text)
 
     def finish(self) -> str:
         """End the text without a hit. Return what was held back."""

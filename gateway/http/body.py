@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from gateway.core.json_size import MAX_CONTAINERS, json_excess
 from gateway.core.request import MAX_PROMPT_TOKENS
 from gateway.http.responses import HttpError
 from outrider.errors import InvalidRequestError, OverloadedError
@@ -28,11 +27,7 @@ _MAX_BODIES = 32
 """This many bodies of the greatest length may be in memory at once."""
 _UNCOUNTED_BYTES = 1 << 16
 """The first bytes of each body are not counted, so that large bodies never shut out a client with a small one."""
-_MAX_CONTAINERS = 1 << 16
-"""Most lists and objects in a body: 4096 messages of some parts each, or a large schema."""
-_MAX_MEMBERS = 1 << 17
-"""Most members of all objects of a body together."""
-_MAX_VALUES = MAX_PROMPT_TOKENS + _MAX_CONTAINERS
+_MAX_VALUES = MAX_PROMPT_TOKENS + MAX_CONTAINERS
 """Most entries of all lists and objects of a body together."""
 
 
@@ -126,8 +121,11 @@ class BodyReader:
 
 def _parse_object(data: bytes) -> dict[str, Any]:
     data = data.removeprefix(BOM_UTF8)  # RFC 8259, 8.1: some clients send one
-    if len(data) > _LARGE_BYTES:
-        check_json_size(data)
+    if len(data) > _LARGE_BYTES and (excess := json_excess(data, _MAX_VALUES)):
+        number, limit, what = excess
+        raise InvalidRequestError(
+            "", f"the body holds {number} {what}, over the limit of {limit}", f"send at most {limit}"
+        )
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -146,48 +144,3 @@ def _check_headers(headers: Mapping[str, str]) -> None:
         raise HttpError(415, f"content-type is {said}; send application/json", "unsupported_content_type")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpError(415, "content-encoding is not supported; send plain JSON", "unsupported_content_encoding")
-
-
-def check_json_size(data: bytes) -> None:
-    """Raise InvalidRequestError for JSON, valid or not, with so many values that parsing would take long.
-
-    Eight megabytes of `[],[],` take a parser seconds, since it makes an object of each, and a thread does not help: the
-    parser holds the interpreter's lock. numpy, which counts the values, releases it.
-    """
-    limits = (_MAX_CONTAINERS, _MAX_MEMBERS, _MAX_VALUES)
-    # This also counts marks inside strings; if the limits hold even so, no closer look is needed.
-    marks = (data.count(b"[") + data.count(b"{"), data.count(b":"), data.count(b","))
-    if all(number <= limit for number, limit in zip(marks, limits, strict=True)):
-        return
-    words = ("lists and objects", "members of objects", "values")
-    for number, limit, what in zip(count_json(data), limits, words, strict=True):
-        if number > limit:
-            raise InvalidRequestError(
-                "", f"the body holds {number} {what}, over the limit of {limit}", f"send at most {limit}"
-            )
-
-
-def count_json(data: bytes) -> tuple[int, int, int]:
-    """Return the numbers of lists and objects, of members of objects, and of commas, outside of strings."""
-    text = np.frombuffer(data, dtype=np.uint8)
-    quotes = text == ord('"')
-    quotes[_escaped(text)] = False
-    # After an odd number of quotes, a position is inside a string. Only the lowest bit matters, so the sum may wrap.
-    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
-
-    def count(mark: str) -> int:
-        return int(np.count_nonzero((text == ord(mark)) & outside))
-
-    return count("[") + count("{"), count(":"), count(",")
-
-
-def _escaped(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-    """Return the positions that follow an odd number of backslashes."""
-    at = np.flatnonzero(text == ord("\\"))
-    if not len(at):
-        return at
-    begins = np.flatnonzero(np.diff(at, prepend=at[0] - 2) != 1)
-    lengths = np.diff(begins, append=len(at))
-    ends = at[begins] + lengths
-    found: npt.NDArray[np.intp] = ends[(lengths % 2 == 1) & (ends < len(text))]
-    return found

@@ -15,6 +15,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallArguments,
     ClientRequest,
     Job,
     PromptEnd,
@@ -96,7 +97,7 @@ class CalledFunction(StrictModel):
     """What an earlier answer called."""
 
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = Field("", description="JSON, as in the answer.")
+    arguments: CallArguments = Field("", description="JSON, as in the answer.")
 
 
 class CallBody(StrictModel):

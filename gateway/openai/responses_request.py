@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from gateway.core.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallArguments,
     ClientRequest,
     PromptText,
     ReasoningEffort,
@@ -22,6 +23,7 @@ from gateway.core.request import (
     Text,
     Tool,
     ToolCall,
+    at_most,
 )
 from gateway.core.validation import validate
 from gateway.openai.fields import (
@@ -97,7 +99,7 @@ class InputCall(_ItemHead):
     type: Literal["function_call"]
     call_id: Annotated[Text, Field(max_length=256)]
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = Field(description="JSON, as in the answer.")
+    arguments: CallArguments = Field(description="JSON, as in the answer.")
 
 
 class InputCallOutput(_ItemHead):
@@ -206,8 +208,13 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
 
 
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_MAX_INCLUDED = 64
+_MAX_METADATA = 16
 Metadata = Annotated[
-    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=_MAX_METADATA),
+    BeforeValidator(at_most(_MAX_METADATA)),
 ]
 """Metadata within OpenAI's limits, since every answer and some events of a stream repeat it."""
 
@@ -230,7 +237,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None
     background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Included], Field(max_length=_MAX_INCLUDED, fail_fast=True)] | None = None
     """What more to tell of an answer: the log-probabilities of its text. Some clients always ask for encrypted
     reasoning; it has no effect, since none is encrypted here."""
     client_metadata: dict[str, Any] | None = Field(None, description="Accepted but ignored; Codex sends it.")

@@ -13,6 +13,7 @@ from scripted_verify import CONTEXT, ScriptedVerify
 
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completions import CompletionRequest
+from gateway.openai.responses_request import ResponsesRequest
 from outrider.errors import OverloadedError
 
 CHAT = "/v1/chat/completions"
@@ -316,6 +317,17 @@ async def test_a_full_verify_service_is_429_with_retry_after(world: World) -> No
     assert response.json()["error"]["type"] == "overloaded_error"
 
 
+@pytest.mark.parametrize("arguments", ["[" + "[]," * 70000 + "[]]", "[" + "1," * 140000 + "1]"])
+async def test_arguments_of_a_call_that_hold_very_many_values_are_not_parsed(world: World, arguments: str) -> None:
+    function = {"name": "a", "arguments": arguments}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}]
+    for path in (CHAT, "/tokenize"):
+        response = await world.http.post(path, json={"messages": messages})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "messages[1].tool_calls[0].function.arguments"), error
+        assert "over the limit of" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("model", "body"),
     [
@@ -324,6 +336,8 @@ async def test_a_full_verify_service_is_429_with_retry_after(world: World) -> No
         (CompletionRequest, {"prompt": "x", "logit_bias": {f"a{i}": "x" for i in range(5000)}}),
         (CompletionRequest, {"prompt": [[]] * 5000}),
         (ChatCompletionRequest, {"messages": [{}] * 5000}),
+        (ResponsesRequest, {"input": "x", "include": ["x"] * 5000}),
+        (ResponsesRequest, {"input": "x", "metadata": dict.fromkeys(map(str, range(5000)), 1)}),
     ],
 )
 def test_a_flood_of_mistakes_costs_no_more_than_a_few(model: type[BaseModel], body: dict[str, Any]) -> None:

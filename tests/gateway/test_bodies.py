@@ -18,7 +18,8 @@ from scripted_verify import ScriptedVerify
 from starlette.requests import Request
 
 import gateway.http.body as body_module
-from gateway.http.body import BodyReader, count_json
+from gateway.core.json_size import count_json
+from gateway.http.body import BodyReader
 from outrider.errors import OverloadedError
 
 TEXT = "/v1/completions"

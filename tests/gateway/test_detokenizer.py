@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from examples import examples
@@ -116,6 +117,23 @@ def test_any_cut_into_pieces_gives_what_the_whole_text_gives(pieces: list[str], 
         assert expected.startswith(shown)
     shown += matcher.finish()
     assert (shown, matcher.matched) == (expected, matched)
+
+
+def test_many_long_stop_strings_are_not_all_compared_with_all_of_the_held_text() -> None:
+    num_compared = 0
+
+    class Counted(str):
+        def startswith(self, *about: Any) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return super().startswith(*about)
+
+    stops = [Counted("a" * 255 + "b"), *(Counted(f"{number:02}" + "a" * 250) for number in range(63))]
+    matcher = StopMatcher(stops)
+    pieces = ["a" * 200, *["a"] * 100, "b", "c"]
+    assert "".join(matcher.push(piece) for piece in pieces) + matcher.finish() == "a" * 45
+    # Each character begins a stop string or does not, and each piece is looked at once.
+    assert num_compared <= len(stops) * (300 + len(pieces))
 
 
 def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
