@@ -385,7 +385,7 @@ class ToolCallParser:
         elif opener and tail == opener:
             if self._called:  # the separators before it are not text, whatever follows
                 self._raw, self.text_from = [opener], self._position - len(opener)
-            self._tail, self._any_name = "", True
+            self._tail, self._any_name, self._called = "", True, False
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
         elif (self._form.is_list or self._form.quote) and (character.isalnum() or character == "_"):

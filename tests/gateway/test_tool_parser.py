@@ -81,6 +81,8 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", "<tool_call>{\"name\": 7}</tool_call>", "<tool_call>{\"name\": 7}</tool_call>", []),
     ("hermes", "a <tool_cal", "a <tool_cal", []),
     ("hermes", "<tool_call>\n<tool_call> nothing", "<tool_call>\n<tool_call> nothing", []),
+    ("hermes", f"<tool_call>{ADD_JSON}<tool_call>\n<tool_call> so", "<tool_call>\n<tool_call> so", [ADD]),
+    ("hermes", f"<tool_call>{ADD_JSON}<tool_call></tool_call> so", "<tool_call></tool_call> so", [ADD]),
     ("hermes", '<tool_call>{"name": "add", "argum', "", [("add", "")]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
