@@ -421,6 +421,9 @@ class ToolCallParser:
             self._raw.append(character)
         self._reader.read(character)
         self._report_found()
+        if self._reader.has_failed and self._step == self._read_between:  # the character lies behind a broken call
+            self.text_from -= 1
+            self._step(character)
 
     def _report_found(self) -> None:
         """Report what the reader has found so far."""

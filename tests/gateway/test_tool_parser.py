@@ -85,6 +85,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", f"<tool_call>{ADD_JSON}<tool_call></tool_call> so", "<tool_call></tool_call> so", [ADD]),
     ("hermes", '<tool_call>{"name": "add", "argum', "", [("add", "")]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    ("hermes", f"<tool_call>{ADD_JSON[:-1]}</tool_call> so", "so", [ADD]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
     ("hermes", ADD_JSON, ADD_JSON, []),
