@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -118,6 +118,48 @@ def _key() -> str:
     return client.get().partition("/")[0]
 
 
+class Turns:
+    """A lock whose API keys take turns, however many of one key wait. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._last = ""
+        """The key that had the last turn."""
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Those who wait, by key; the key that has waited longest first."""
+
+    async def __aenter__(self) -> None:
+        """Wait for the lock."""
+        key = _key()
+        if self._is_held:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(key, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # the turn came all the same
+                    self._pass_on()
+                raise
+        self._is_held, self._last = True, key
+
+    async def __aexit__(self, *error: object) -> None:
+        """Give the lock to the next one who waits."""
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._is_held = False
+        while self._waiting:
+            key = next((key for key in self._waiting if key != self._last), self._last)
+            turns = self._waiting.pop(key)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[key] = turns
+            if not turn.done():  # nobody may take the lock before the one whose turn it is runs
+                self._is_held = True
+                turn.set_result(None)
+                return
+
+
 class LogprobQuota:
     """Counts the values that all requests keep in memory. Used from one event loop."""
 
@@ -126,7 +168,7 @@ class LogprobQuota:
         self.most = most
         self.most_of_one = max(1, most // _SHARE_OF_ONE)
         self.num_values = 0
-        self.one_large = asyncio.Lock()
+        self.one_large = Turns()
         """Held while a body with very many values is built, which takes several times the memory of the values."""
 
     @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
+from gateway.core.gate import Turns
 from outrider.chat_template import ChatTemplate, read_config
 from outrider.errors import ConfigError
 from outrider.models.store_folder import hash_tokenizer
@@ -213,6 +214,8 @@ class Tokenizer:
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token, an upper bound for the text of one token."""
         self._large_work = ThreadPoolExecutor(1, "large-text")
+        """One thread, since work whose client has left goes on when the next one has its turn."""
+        self._large_turns = Turns()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -263,14 +266,16 @@ class Tokenizer:
         """Call `work`, on `size` characters or tokens, in a thread, and return its result.
 
         Only one large work runs at a time: otherwise a few bodies of megabytes would take gigabytes, and all threads.
+        API keys take turns.
         """
         if size <= _LARGE_SIZE:
             return await asyncio.to_thread(work)
-        waiting = [work]
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._large_work, lambda: waiting.pop()())
-        finally:
-            waiting.clear()  # the executor keeps cancelled work, with its text, until its turn would have come
+        async with self._large_turns:
+            waiting = [work]
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._large_work, lambda: waiting.pop()())
+            finally:
+                waiting.clear()  # the executor keeps cancelled work, with its text, until its turn would have come
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; special tokens are left out or spelled out."""

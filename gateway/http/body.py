@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from gateway.core.gate import Turns
 from gateway.core.json_size import MAX_CONTAINERS, json_excess
 from gateway.core.request import MAX_PROMPT_TOKENS
 from gateway.http.responses import HttpError
@@ -40,7 +41,7 @@ class BodyReader:
         self._seconds = seconds
         self._num_counted: Counter[Request] = Counter()
         """Bytes of each body in memory, without the first `_UNCOUNTED_BYTES`."""
-        self._one_large = asyncio.Lock()
+        self._one_large = Turns()
 
     @asynccontextmanager
     async def open(self, request: Request, check: Callable[[dict[str, Any]], T]) -> AsyncIterator[T]:

@@ -21,7 +21,7 @@ from test_detokenizer import KINDS, tokenizer
 
 from gateway.core.admission import admit
 from gateway.core.catalogue import GatewayModel
-from gateway.core.gate import Gate, LogprobQuota
+from gateway.core.gate import Gate, LogprobQuota, Turns
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.request import ClientRequest
 from gateway.core.service import Gateway
@@ -33,6 +33,7 @@ from gateway.openai.completions import CompletionBuilder, CompletionRequest
 from gateway.openai.generation import GenerationRoute
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from outrider.rpc.call import client, name_client, tenant
 
 
 class Watched(Tokenizer):
@@ -231,3 +232,49 @@ def test_what_is_cut_to_be_counted_has_about_as_many_tokens(kind: str, text: str
     assert not subject.is_longer(whole, num_tokens + 10)
     assert subject.is_longer(whole, num_tokens - 11)
     assert not subject.is_longer(text, 0)
+
+
+async def test_large_texts_of_one_api_key_do_not_all_go_before_those_of_another(verify: ScriptedVerify) -> None:
+    watched, done = Watched.load(verify.folder), []
+
+    def work(name: str) -> None:
+        assert watched.may_go_on.wait(60)
+        done.append(name)
+
+    def begin(key: str, number: int) -> asyncio.Task[None]:
+        name_client(key, "")
+        return asyncio.create_task(watched.in_thread(1 << 20, partial(work, f"{key}{number}")))
+
+    before = client.get(), tenant.get()
+    try:
+        tasks = [begin("a", number) for number in range(6)]
+        await asyncio.sleep(0)
+        tasks += [begin("b", number) for number in range(2)]
+        tasks += [begin("c", 0)]
+        await asyncio.sleep(0)
+        watched.may_go_on.set()
+        await asyncio.wait(tasks)
+    finally:
+        watched.may_go_on.set()
+        client.set(before[0])
+        tenant.set(before[1])
+    assert done == ["a0", "b0", "a1", "c0", "b1", "a2", "a3", "a4", "a5"]
+
+
+async def test_a_turn_that_comes_to_one_who_leaves_is_passed_on() -> None:
+    turns, entered = Turns(), []
+
+    async def enter(name: str) -> None:
+        async with turns:
+            entered.append(name)
+
+    async with turns:
+        early, late, staying = (asyncio.create_task(enter(name)) for name in ("early", "late", "staying"))
+        await asyncio.sleep(0)
+        early.cancel()
+        await asyncio.sleep(0)
+    late.cancel()  # its turn has come, and it has not run yet
+    await asyncio.wait([early, late, staying])
+    assert entered == ["staying"]
+    async with asyncio.timeout(60), turns:
+        pass
