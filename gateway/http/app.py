@@ -103,8 +103,7 @@ class RestApp:
                 _check_framing(headers)
                 if scope["path"] not in _OPEN_PATHS:
                     self._hosts.check(headers)
-                self._authorize(scope["path"], headers)
-            let_in = True
+                let_in = self._authorize(scope["path"], headers)
             await self._router(scope, receive, send_tagged)
         except Exception as error:
             if begun:
@@ -115,11 +114,14 @@ class RestApp:
             tell = _logger.info if let_in else self._strangers.warn
             await error_response(_client_error(error, scope, tell))(scope, receive, send_tagged)
 
-    def _authorize(self, path: str, headers: Headers) -> None:
-        """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one."""
+    def _authorize(self, path: str, headers: Headers) -> bool:
+        """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one.
+
+        Return False if there are keys and the path needs none, so that a stranger may be the client.
+        """
         keys = self._api_keys.current()
         if not keys or path in self._open_paths:
-            return
+            return not keys
         key = matching_token(headers.get("authorization", "").encode(), keys)
         # A single key does not tell clients apart.
         if key is None or len(keys) == 1:
@@ -133,6 +135,7 @@ class RestApp:
                 "invalid_api_key",
                 {"www-authenticate": "Bearer"},
             )
+        return True
 
     async def _docs(self, request: Request) -> Response:
         _, page = await asyncio.to_thread(documents, authenticated=bool(self._api_keys))
@@ -159,7 +162,7 @@ def _allowed(error: Exception, path: str) -> str:
 
 def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> OutriderError:
     """Return the error for the client, and log it: with `tell` if it is no fault of ours."""
-    place = f"{scope['method']} {scope['path'][:200]}"
+    place = f"{scope['method'][:20]} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
         headers: dict[str, Any] = dict(error.headers or {})
         if error.status_code == 405:
