@@ -84,6 +84,7 @@ class Replica:
         pause, silent_until, last = _RETRY_SECONDS, 0.0, ""
         clock = asyncio.get_running_loop().time
         while True:
+            self._probe_now.clear()
             problem = await self._probe(accept)
             if problem:
                 pause = min(pause * 2, _MAX_RETRY_SECONDS)
@@ -93,7 +94,6 @@ class Replica:
             else:
                 pause = _RETRY_SECONDS
             last = problem
-            self._probe_now.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause if problem else self._probe_seconds):
                     await self._probe_now.wait()

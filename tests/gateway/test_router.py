@@ -32,6 +32,43 @@ async def make(num_replicas: int) -> Router:
     return Router(addresses, connect, affinity_tokens=8, accept=accept)
 
 
+async def test_a_call_that_fails_while_the_replica_is_probed_has_it_probed_again(tmp_path: Path) -> None:
+    probed, may_answer, again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def get_info(request: bytes, context: Any) -> bytes:
+        (again if probed.is_set() else probed).set()
+        await may_answer.wait()
+        return b""
+
+    async def generate(request: bytes, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is restarting")
+        yield b""
+
+    server = grpc.aio.server()
+    handlers = {
+        "GetInfo": grpc.unary_unary_rpc_method_handler(get_info),
+        "Generate": grpc.unary_stream_rpc_method_handler(generate),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("outrider.v1.VerifyService", handlers),))
+    address = f"unix:{tmp_path}/verify"
+    server.add_insecure_port(address)
+    await server.start()
+    replica = Replica(address, auth_token="", probe_seconds=3600, max_message_bytes=1 << 20)
+    following = asyncio.create_task(replica.follow(accept))
+    try:
+        async with asyncio.timeout(20):
+            await probed.wait()
+            with pytest.raises(UnavailableError):
+                await anext(replica.generate(GenerationRequest("request", [1], SamplingParams(), max_tokens=1)))
+            may_answer.set()
+            await again.wait()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await replica.close()
+        await server.stop(0)
+
+
 async def test_equal_beginnings_meet_the_same_replica_and_different_ones_spread() -> None:
     router = await make(4)
     generator = random.Random(0)
