@@ -9,6 +9,7 @@ anything. Torch-free.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -166,6 +167,8 @@ class Listener:
         self.path = str(Path(folder) / name) if folder else f"@{name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
+        self._spare = socket.socket(socket.AF_UNIX)
+        """A descriptor to give up when none is left."""
         if folder:
             _remove_dead(Path(folder))
         # Under another name until it listens: a draft starting meanwhile would take it for a dead process's socket.
@@ -185,16 +188,27 @@ class Listener:
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away()
                 return found
             if _is_same_user(sock):
                 found.append(Line(sock, to_draft))
             else:
                 sock.close()
 
+    def _turn_away(self) -> None:
+        """Close a caller's connection without a descriptor for it: while it waits, polls would return at once."""
+        self._spare.close()
+        with suppress(OSError):
+            self._socket.accept()[0].close()
+            log.warning("a verify engine of this host cannot connect directly: no file descriptor is left (ulimit -n)")
+            self._spare = socket.socket(socket.AF_UNIX)
+
     def close(self) -> None:
         """Take no more calls."""
         self._socket.close()
+        self._spare.close()
         if not self.path.startswith("@"):
             Path(self.path).unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import select
 import socket
 import sys
@@ -287,6 +288,29 @@ def test_drafts_that_start_together_leave_each_others_sockets_alone(
     line.close()
     listener.close()
     assert not list(short_folder.iterdir())
+
+
+def test_a_caller_without_a_descriptor_for_it_is_turned_away_and_the_next_is_taken() -> None:
+    listener, poll = Listener(), select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    first = dial(listener.host, listener.path, "token")
+    assert first is not None and poll.poll(0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull, "rb") as lowest:
+        free = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        assert listener.accept() == []
+        assert not poll.poll(0), "an engine that waits for the listener would spin"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    first.receive()
+    assert first.closed
+    second = dial(listener.host, listener.path, "token")
+    (line,) = listener.accept()
+    assert second is not None
+    for one in (first, second, line, listener):
+        one.close()
 
 
 def test_only_this_host_is_called(tmp_path: Path) -> None:
