@@ -138,7 +138,7 @@ def test_more_requests_than_places_are_refused_until_one_ends() -> None:
     queue = backlog()
     for number in range(3):
         queue.admit(number, 10)
-    with pytest.raises(OverloadedError, match="1 requests are waiting already") as caught:
+    with pytest.raises(OverloadedError, match="1 request is waiting already") as caught:
         queue.admit(3, 10)
     assert caught.value.retry_after >= 1 and queue.refused == {"requests": 1}
     queue.ended(1)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outrider.errors import OutriderError, OverloadedError, UnavailableError
+from outrider.errors import OutriderError, OverloadedError, UnavailableError, count_of
 from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
@@ -79,9 +79,8 @@ class Backlog:
     def admit(self, number: int, num_tokens: int) -> None:
         """Count a request in. Raises OverloadedError if there is no place, with the time when one may be free."""
         if len(self._unfinished) >= self._max_unfinished:
-            raise self._refusal(
-                "requests", f"{self._max_waiting} requests are waiting already, which is the limit; try again later"
-            )
+            waiting = f"{count_of(self._max_waiting, 'request')} {'is' if self._max_waiting == 1 else 'are'} waiting"
+            raise self._refusal("requests", f"{waiting} already, which is the limit; try again later")
         # Alone, a prompt may be as long as the context allows: otherwise it could never be served.
         if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:
             raise self._refusal(
