@@ -57,3 +57,36 @@ async def test_drafts_follow_a_name_and_a_session_outlives_its_address(tmp_path:
     assert events.num_ended == 2 and not list(dialers)
     for server in servers:
         await server.stop(0)
+
+
+async def test_an_address_that_comes_back_while_its_dialer_ends_is_dialled_again(tmp_path: Path) -> None:
+    address, nobody = f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
+    may_end, dialled = asyncio.Event(), asyncio.Queue[None]()
+
+    class Dialer(DraftDialer):
+        """Is not reached, and takes its time to end."""
+
+        async def run(self) -> None:
+            if self.address == address:
+                dialled.put_nowait(None)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await may_end.wait()
+
+    names = Names([address], [nobody], [address, nobody])
+    made = names.of(["dns:///draft:1"], "--draft")
+    dialers = DraftDialers(made, lambda one: Dialer(one, HELLO, Events()))  # type: ignore[arg-type]
+    task = asyncio.create_task(dialers.run())
+    try:
+        async with asyncio.timeout(20):
+            await names.next()
+            await dialled.get()
+            await names.next()
+            await names.next()
+            await dialled.get()
+    finally:
+        may_end.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert not list(dialers)

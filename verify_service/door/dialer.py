@@ -199,7 +199,10 @@ class DraftDialers:
 
     def _take(self, addresses: Collection[str]) -> None:
         """Dial these addresses and no others. Sessions with others go on until their drafts drain and end them."""
-        dialers = {dialer.address: dialer for dialer in self}
+        # A dialer that is ending cannot take its address up again.
+        dialers = {
+            dialer.address: dialer for dialer, task in self._tasks.items() if not (task.done() or task.cancelling())
+        }
         for address in addresses:
             if address not in dialers:
                 dialers[address] = dialer = self._make(address)
