@@ -26,7 +26,7 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "LICENSE",
+    "LICENSE*",
 )
 """Files of a model folder beside config and weights that tokenizers or people need."""
 

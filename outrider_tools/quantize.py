@@ -131,7 +131,7 @@ def quantize(
         if calibration != "none":
             progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
             moments = calibration_moments(source, calibration, device)
-        copy_files(source, work, ("*.json", "*.jinja", "*.txt", "*.model"))
+        copy_files(source, work, ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"))
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         stage = f"writing {out.name}"
         made = _quantized(stored, FORMATS[name], group, device, moments)

@@ -61,6 +61,14 @@ def test_every_format_is_its_dequantized_matrices(tmp_path: Path, name: str) -> 
     assert torch.equal(found, run_one(expected, expected.new_kv(8), ids, torch.arange(8)))
 
 
+def test_the_license_goes_with_the_weights(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_tiny(source, **SIZES)
+    (source / "LICENSE").write_text("terms")
+    quantize(source, tmp_path / "out", "fp8", 32, torch.device("cpu"), 1 << 30, lambda *_: None)
+    assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
+
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
