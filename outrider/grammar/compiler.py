@@ -489,7 +489,9 @@ def main(argv: list[str]) -> int:
     # The engine also serves a model whose tokenizer cannot be read, but without grammars.
     with suppress(ConfigError):
         vocabulary = GrammarVocabulary.from_folder(Path(folder), int(size), [int(token) for token in end_ids])
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # macOS does not limit memory, and a lower hard limit cannot be raised.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve(vocabulary, sys.stdin.buffer, sys.stdout.buffer)
     return 0

@@ -428,6 +428,24 @@ async def test_a_grammar_that_broke_its_process_is_tried_again_and_what_the_proc
         await checker.close()
 
 
+async def test_a_system_that_cannot_limit_memory_still_judges_grammars(tokenizer_folder: Path) -> None:
+    macos = """
+import resource, sys
+from outrider.grammar import compiler
+def setrlimit(which, limits, real=resource.setrlimit):
+    if which == resource.RLIMIT_AS:
+        raise ValueError("current limit exceeds maximum limit")
+    real(which, limits)
+resource.setrlimit = setrlimit
+compiler.main(sys.argv[1:])
+"""
+    sandbox = Sandbox([sys.executable, "-c", macos, str(tokenizer_folder), str(VOCAB), str(END)], 60.0)
+    try:
+        assert not (await sandbox.judge(OBJECT)).problem
+    finally:
+        await sandbox.close()
+
+
 async def test_a_tokenizer_that_the_library_cannot_read_is_told_at_the_door(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     checker = GrammarChecker(str(tmp_path), VOCAB, [END])
