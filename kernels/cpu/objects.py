@@ -2,17 +2,19 @@
 
 A file's name is a hash of all that its code depends on: the sources of this package, LLVM, the instruction set and the
 function's name with its parameters. It lies in $OUTRIDER_HOME/code, by default ~/.cache/outrider/code; if that cannot
-be written, functions are compiled at each start. Code from a file is executed, so a file is used only if this user
-wrote it, for this name: a home may be shared with others. Files of older versions stay: some 150 KB a model.
+be written, a warning says so, and functions are compiled at each start. Code from a file is executed, so a file is used
+only if this user wrote it, for this name: a home may be shared with others. Files of older versions stay: some 150 KB a
+model.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from llvmlite import binding as llvm
 from kernels import outrider_home
 from kernels.cpu import SOURCES, sources
 from kernels.cpu.isa import Isa
+
+log = logging.getLogger(__name__)
 
 _SUM = 32
 """Bytes of the checksum at the start of a file: see `_sum`."""
@@ -72,7 +76,7 @@ def _sum(path: Path, rest: bytes) -> bytes:
 
 def _write(path: Path, rest: bytes) -> None:
     """Write the object if possible. Concurrent readers never see half a file."""
-    with suppress(OSError):
+    try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
@@ -81,3 +85,17 @@ def _write(path: Path, rest: bytes) -> None:
             os.replace(name, path)
         except OSError:
             os.unlink(name)
+            raise
+    except OSError as error:
+        _tell_not_kept(path.parent, error.strerror or str(error))
+
+
+@cache
+def _tell_not_kept(folder: Path, reason: str) -> None:
+    """Log, once, that every start compiles again."""
+    log.warning(
+        "compiled code cannot be kept in %s: %s; every start compiles it again, which takes seconds: make that folder "
+        "writable, or name another with OUTRIDER_HOME",
+        folder,
+        reason,
+    )

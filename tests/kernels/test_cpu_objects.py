@@ -119,7 +119,9 @@ def test_sources_that_cannot_be_read_keep_nothing_from_starting(
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "no home", "no sources"])
-def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_kept_it_is_compiled(
+    obstacle: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def homeless(_: Path) -> Path:
         raise RuntimeError("no home directory")
 
@@ -132,6 +134,8 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
         set_sources(monkeypatch, "")
     counts = [kept_object(Isa.AVX2, "name", lambda number=number: bytes([number])) for number in range(2)]
     assert counts == [b"\0", b"\1"]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (obstacle == "a file") and all(str(home / "code") in one for one in told)
 
 
 @pytest.mark.usefixtures("isa")
