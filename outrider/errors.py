@@ -139,6 +139,17 @@ def count_of(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise ValueError for the panic of a library in Rust, which is no Exception and has no class to import."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(str(error)) from None
+        raise
+
+
 _RECOVERABLE = ("out of memory", "ALLOC_FAILED")
 
 

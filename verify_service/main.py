@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from outrider.config.base import parse_options
+from outrider.config.base import expand, parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.errors import UnavailableError
+from outrider.errors import UnavailableError, under
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
@@ -54,6 +55,8 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     with serve_metrics(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)
         try:
+            # While the engine's process imports torch.
+            await asyncio.to_thread(check_given, options.model)
             served = await process.ready(stop)
             if served is None:
                 return EXIT_OK
@@ -99,6 +102,18 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             return EXIT_OK if healthy else EXIT_FAILURE
         finally:
             await process.close()
+
+
+def check_given(model: str) -> None:
+    """Raise ConfigError for a local folder that holds no model with a tokenizer, as far as it shows without torch."""
+    # Imported here: it takes a while.
+    from outrider.models.store_folder import check_model_folder, count_tokens
+
+    folder = expand(model)
+    if os.path.isdir(folder):
+        with under("--model"):
+            check_model_folder(folder)
+            count_tokens(folder)
 
 
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:

@@ -16,8 +16,7 @@ import tokenizers
 
 from gateway.core.gate import Turns
 from outrider.chat_template import ChatTemplate, read_config
-from outrider.errors import ConfigError
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import hash_tokenizer, read_tokenizer
 
 _MAX_HELD_TOKENS = 16
 """Most tokens held back because their text ends in U+FFFD; only the last few can be an incomplete character."""
@@ -220,15 +219,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError."""
-        path = folder / "tokenizer.json"
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"the tokenizer cannot be read: {path}: {error.strerror}") from None
-        try:
-            inner = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises nothing more specific
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+        inner = read_tokenizer(folder)
         config = read_config(folder / "tokenizer_config.json")
         return cls(
             inner,

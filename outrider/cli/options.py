@@ -47,7 +47,7 @@ from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import converted_default, given_folder, is_hub_id, resolve_model
-from outrider.models.store_folder import hash_tokenizer, shard_paths, tensor_shapes
+from outrider.models.store_folder import count_tokens, hash_tokenizer, shard_paths, tensor_shapes
 from outrider.rpc.lifecycle import with_variable
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
@@ -458,6 +458,7 @@ def _check_folder(folder: Path, verify: VerifyOptions, gateway: GatewayOptions) 
 
     check_target(folder, verify)
     with under("--model"):
+        count_tokens(folder)
         for shard in shard_paths(folder):  # a download may have left some incomplete
             tensor_shapes(shard)
     digest = hash_tokenizer(gateway.tokenizer) if gateway.tokenizer else ""

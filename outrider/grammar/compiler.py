@@ -32,7 +32,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from outrider.errors import ConfigError, InvalidGrammarError, OutriderError
+from outrider.errors import ConfigError, InvalidGrammarError, OutriderError, panics_as_errors
 from outrider.grammar.spec import EMPTY_DIRECTIVE, FORM_BELOW, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
@@ -65,7 +65,8 @@ class GrammarVocabulary:
             raise ConfigError("the model has no end-of-sequence token, so that no constrained answer could end")
         try:
             text = _without_spelling((folder / "tokenizer.json").read_bytes(), ends)
-            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+            with panics_as_errors():
+                tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder}: the grammar library cannot read the tokenizer: {error}") from None
         return cls(tokenizer, vocab_size, ends)

@@ -9,10 +9,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
-from outrider.errors import ConfigError
+from tokenizers import Tokenizer
+
+from outrider.errors import ConfigError, panics_as_errors
 from outrider.models.fields import LFS_POINTER, read_json, refuse_pointer
 
 CONFIG_FILE = "config.json"
@@ -22,6 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "outrider.json"
 
 ADAPTER_FILE = "adapter_config.json"
+
+_WITH_TRANSFORMERS = "with transformers, AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -72,12 +76,29 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     if not needs_tokenizer:
         return
     path = folder / TOKENIZER_FILE
-    with_transformers = "with transformers, AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once {with_transformers}")
+        raise ConfigError(f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once {_WITH_TRANSFORMERS}")
     if not path.stat().st_size:
-        raise ConfigError(f"{path} is empty; save the tokenizer again {with_transformers}")
-    read_json(path)
+        raise ConfigError(f"{path} is empty; save the tokenizer again {_WITH_TRANSFORMERS}")
+    _check_readable(path)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer in a model's folder. Raises ConfigError if it cannot be read."""
+    path = folder / TOKENIZER_FILE
+    try:
+        with panics_as_errors():
+            return Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"the tokenizer cannot be read: {path}: {error.strerror}") from None
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{path} is not a tokenizer: {error}; save it again {_WITH_TRANSFORMERS}") from None
+
+
+@cache
+def count_tokens(folder: Path) -> int:
+    """Return the vocabulary size of the tokenizer in a model's folder. Raises ConfigError if it cannot be read."""
+    return int(read_tokenizer(folder).get_vocab_size())
 
 
 def _check_readable(path: Path) -> None:

@@ -437,6 +437,17 @@ def test_a_template_that_cannot_be_read_is_told_before_anything_starts(
     assert not re.search(told, capsys.readouterr().err)
 
 
+def test_what_is_no_tokenizer_is_told_before_anything_starts(
+    tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in model_path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["up", "--ephemeral", f"--model={tmp_path}"]) == 2
+    assert f"error: --model: {tmp_path}/tokenizer.json is not a tokenizer: " in capsys.readouterr().err
+
+
 def test_another_model_s_tokenizer_is_told_before_anything_starts(
     tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,6 +254,14 @@ def test_masks_have_a_bit_for_each_token_and_no_word_more(tmp_path: Path, vocab_
     assert mask is not None and mask.shape == state.end_mask.shape == (2,)
 
 
+def test_a_tokenizer_on_which_the_library_panics_is_refused_like_any_it_cannot_read(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("<end>", 0.0), ("<0xZZ>", 0.0)], 0, False))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="cannot read the tokenizer"):
+        GrammarVocabulary.from_folder(tmp_path, inner.get_vocab_size(), [1])
+
+
 def byte_tokenizer(kind: str) -> tokenizers.Tokenizer:
     """All of ASCII, and tokens that end an answer: one among the pieces, one that is special, and one that is not."""
     if kind == "unigram":

@@ -12,7 +12,14 @@ from safetensors.numpy import save_file
 
 from outrider.errors import ConfigError
 from outrider.models.store import given_folder
-from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, tensor_shapes, write_manifest
+from outrider.models.store_folder import (
+    Manifest,
+    check_model_folder,
+    count_tokens,
+    matches_manifest,
+    tensor_shapes,
+    write_manifest,
+)
 
 
 def make_folder(path: Path, *, without: str = "") -> Path:
@@ -57,6 +64,17 @@ def test_an_empty_tokenizer_is_told_from_a_missing_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.json is empty; save the tokenizer again"):
         check_model_folder(tmp_path)
     check_model_folder(tmp_path, needs_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "{}", '{"model": {}, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}'],
+    ids=["json", "model", "panic"],
+)
+def test_what_is_no_tokenizer_is_named_with_the_way_out(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/tokenizer\.json is not a tokenizer: .*; save it again with"):
+        count_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])

@@ -140,6 +140,25 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
         await process.close()
 
 
+async def test_a_folder_without_a_tokenizer_is_refused_before_the_engine_is_waited_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "ENGINE_MODULE", "no_such_module")
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    options = options_for(tmp_path, address=f"unix:{tmp_path}/v")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(
+        ConfigError, match=rf"^--model: {tmp_path} has no tokenizer\.json; save the tokenizer once with"
+    ):
+        await main.serve(options, asyncio.Event())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=rf"^--model: {tmp_path}/tokenizer\.json is not a tokenizer: .*; save it again"
+    ):
+        await main.serve(options, asyncio.Event())
+
+
 async def test_an_engine_that_the_door_kills_did_not_end_by_itself(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,12 +32,12 @@ from outrider.models.decoder import CausalLM
 from outrider.models.drafters.kinds import drafters_of_service, without_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import served_name
-from outrider.models.store_folder import hash_token_ids, hash_tokenizer
+from outrider.models.store_folder import count_tokens, hash_token_ids, hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.sampler import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, count_tokens, kv_tokens, load, load_draft, named_draft
+from verify_service.engine.loading import RoundDraft, kv_tokens, load, load_draft, named_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from outrider.attention.flashinfer_backend import check_installed
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions
@@ -34,7 +33,7 @@ from outrider.models.elements import model_elements
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import TOKENIZER_FILE
+from outrider.models.store_folder import count_tokens
 from outrider.models.transformers_survey import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
@@ -76,7 +75,8 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     if memory is not None:
         config = part = cut(config, memory.world)
     options.check_lengths(config.max_positions)
-    count_tokens(path)
+    with under("--model"):
+        count_tokens(path)
     if _needs_draft(options) and (told := named_draft(options, path)) is not None:
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
@@ -128,16 +128,6 @@ def _exchange(
     return device_exchange(
         options.rank_exchange, memory, part.hidden_size, columns, dtype, device, options.rank_seconds
     )
-
-
-@cache
-def count_tokens(folder: Path) -> int:
-    """Return the vocabulary size of the tokenizer in a model's folder. Raises ConfigError if it cannot be read."""
-    path = folder / TOKENIZER_FILE
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab_size()
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from None
 
 
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
