@@ -57,7 +57,7 @@ def walk(
 
     The token sampled where the walk stops is the bonus token, and becomes the row's LAST_TOKEN. A walk stops at D
     tokens, the width of `out`. Committed tokens of requests with the flag PENALIZED are added to `tables.counts`. A row
-    whose walk meets unusable logits, or a token outside the vocabulary, commits nothing and keeps its counts.
+    whose walk meets unusable logits, or a token outside the vocabulary, commits what it has accepted before.
 
     Args:
         tokens: the round, B rows.

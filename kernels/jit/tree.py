@@ -161,7 +161,7 @@ def _walk(
         path_tokens = tl.where(depths == count, token, path_tokens)
         path = tl.where(depths == count, node, path)
         count += 1
-    count = tl.where(fails != 0, 0, count)
+    count = tl.where(fails != 0, count - 1, count)
     committed = depths < count
     wide_row = row.to(tl.int64)
     tl.store(num_tokens + wide_row * num_tokens_stride, count)

@@ -81,8 +81,6 @@ def walk(
             node = children.get(token, -1)
             if node >= 0:
                 accepted.append(node)
-        if int(out.error[row]):
-            continue
         # If a walk stops at the last column, its bonus token may be a node, which does not count as accepted.
         accepted = accepted[: max(len(committed) - 1, 0)]
         out.num_tokens[row] = len(committed)

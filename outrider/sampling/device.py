@@ -36,7 +36,7 @@ __all__ = ["DeviceSampler", "LogprobOutputs", "failure", "read_logprobs"]
 
 
 def failure(error: int) -> InternalError:
-    """Return the error for a row's nonzero `error` of `DeviceSampler.commit`. Such a row commits nothing."""
+    """Return the error for a row's nonzero `error` of `DeviceSampler.commit`."""
     if error == ILLEGAL_TOKEN:
         return InternalError("sampling gave a token outside the vocabulary", code="illegal_token")
     return InternalError("the model's logits are unusable", code="unusable_logits")

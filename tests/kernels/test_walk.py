@@ -127,19 +127,32 @@ def test_a_whole_chain_is_accepted(device: str) -> None:
     assert out.accepted[0, :31].tolist() == [*range(1, 31), -1]
 
 
+def check_accepted(out: WalkOutputs, num_tokens: int) -> None:
+    """The first row commits the begin of a chain round."""
+    assert out.tokens[0].tolist() == [*range(1, num_tokens + 1)] + [-1] * (8 - num_tokens)
+    accepted = [*range(1, num_tokens)]
+    assert out.accepted[0].tolist() == accepted + [-1] * (8 - len(accepted))
+
+
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_unusable_logits_on_the_walk_fail_the_row_and_leave_its_counts(device: str, place: int) -> None:
-    trial, buffers = chain_round(device, 3)
+@pytest.mark.parametrize("reference", [False, True])
+def test_unusable_logits_on_the_walk_fail_the_row_behind_what_was_accepted(
+    device: str, place: int, reference: bool
+) -> None:
+    trial, buffers = chain_round("cpu" if reference else device, 3)
+    run = reference_walk if reference else walk
     buffers.bad[place] = 1
-    out, counts = walk_outputs(2, 8, device), trial.tables.counts.clone()
-    walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size)
+    out, counts = walk_outputs(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
+    run(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size, lossy=False)
     assert out.error.tolist() == [1, 0]
-    assert out.num_tokens.tolist() == [0, 0]
+    assert out.num_tokens.tolist() == [place, 0]
+    check_accepted(out, place)
+    counts[0, 1 : place + 1] += 1
     assert torch.equal(trial.tables.counts, counts)
     # Off the walk they do not matter.
     buffers.bad.zero_()
     buffers.bad[3], buffers.sampled[2] = 1, 0
-    walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size)
+    run(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size, lossy=False)
     assert out.error.tolist() == [0, 0]
     assert out.num_tokens.tolist() == [3, 0]
 
@@ -147,22 +160,23 @@ def test_unusable_logits_on_the_walk_fail_the_row_and_leave_its_counts(device: s
 @pytest.mark.parametrize("token", [-1, 8, 2**31 - 1])
 @pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
-def test_a_token_outside_the_vocabulary_fails_the_row_and_leaves_its_counts(
+def test_a_token_outside_the_vocabulary_fails_the_row_behind_what_was_accepted(
     device: str, token: int, lossy: bool, reference: bool
 ) -> None:
     trial, buffers = chain_round("cpu" if reference else device, 3)
     assert trial.vocab_size == 8
     run = partial(reference_walk if reference else walk, max_row_tokens=4)
     out, counts = walk_outputs(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
-    for place, (error, num_tokens) in enumerate([(ILLEGAL_TOKEN, 0)] * 4 + [(0, 4)]):
+    for place, (error, num_tokens) in enumerate([*((ILLEGAL_TOKEN, place) for place in range(4)), (0, 4)]):
         buffers.sampled[:4] = torch.arange(1, 5, dtype=torch.int32)
         # Off the walk, in a row of padding, it does not matter.
         buffers.sampled[place] = token
         run(trial.tokens, trial.tables, buffers, out, vocab_size=8, lossy=lossy)
         assert out.error.tolist() == [error, 0]
         assert out.num_tokens.tolist() == [num_tokens, 0]
-        if error:
-            assert (out.tokens == -1).all() and torch.equal(trial.tables.counts, counts)
+        check_accepted(out, num_tokens)
+        counts[0, 1 : num_tokens + 1] += 1
+        assert torch.equal(trial.tables.counts, counts)
 
 
 RULES = st.sampled_from([(1.0, 1.0), (1.0, 0.5), (0.25, 1.0), (0.375, 0.75), (1.0, 0.0625), (0.015625, 1.0)])

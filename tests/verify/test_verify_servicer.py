@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch
 from cuda_harness import make_paged_engine
 from engine_thread import EngineThread, engine_thread
 from harness import make_engine
+from local_draft import LocalDraft, oracle
 
 from outrider.errors import ContextLengthError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
 from outrider.models.decoder import CausalLM
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
+from outrider.sampling.sampler import RequestSampler
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.servicer import VerifyServicer
@@ -96,6 +100,33 @@ async def test_a_stream_carries_every_token_once_and_ends_with_a_reason(model: C
         got = [token for response in stopped for token in response.token_ids]
         assert got == tokens[: tokens.index(tokens[4]) + 1]
         assert stopped[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+
+
+async def test_what_was_accepted_before_unusable_logits_is_told_first(
+    model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound, asked = RequestSampler.sample, message(sampling=common_pb2.SamplingParams(seed=1), max_tokens=16)
+
+    def sample(self: RequestSampler, row: torch.Tensor, path: Sequence[int], position: int, *rest: Any) -> int:
+        return sound(self, row * torch.nan if position == 9 else row, path, position, *rest)
+
+    async with open_door(model, tmp_path) as door:
+        text = [1, 2, 3, *(token for response in await door.generate(asked) for token in response.token_ids)]
+        engine = door.engine.engine
+        door.engine.ask(lambda: engine.draft_connected(LocalDraft(engine, VOCAB, oracle({(1, 2, 3): text}, VOCAB))))
+        monkeypatch.setattr(RequestSampler, "sample", sample)
+        responses = []
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for response in door.stub.Generate(asked):
+                responses.append(response)
+        assert error_from_rpc(raised.value).code == "unusable_logits"
+        assert [token for response in responses for token in response.token_ids] == text[3:9]
+        assert any(counts.num_accepted_tokens for counts in responses[-1].rounds)
+        # An answer that is complete before them does not meet them without a draft, either.
+        asked.stop_token_ids.append(text[8])
+        stopped = await door.generate(asked)
+        assert stopped[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+        await door.idle()
 
 
 async def test_without_a_seed_answers_differ_and_with_one_they_do_not(model: CausalLM, tmp_path: Path) -> None:

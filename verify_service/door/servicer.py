@@ -65,7 +65,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 gathered = await outbox.take(self.engine.num_running * _MESSAGE_SECONDS)
                 last = gathered[-1].last
                 error = gathered[-1].error
-                if error is None or len(gathered) > 1:
+                if error is None or len(gathered) > 1 or gathered[0].token_ids:
                     await outbox.write(partial(context.write, UPDATE.encode(join_updates(gathered))))
                 if error is not None:
                     raise error

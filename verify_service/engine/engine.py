@@ -393,7 +393,7 @@ class VerifyEngine:
             request.num_scored = result.prompt_logprobs.start - 1 + len(result.prompt_logprobs)
         if entry.error is not None:
             result = Result(error=entry.error)
-        if result.error is not None:
+        if result.error is not None and not result.token_ids:
             request.finished = True
         elif not entry.samples:
             request.cached_len += entry.num_extend
@@ -401,7 +401,7 @@ class VerifyEngine:
             tokens, finish = request.cut(result.token_ids)
             request.cached_len += entry.num_extend + len(tokens) - 1
             request.tokens.extend(tokens)
-            request.finished = finish is not None
+            request.finished = finish is not None or result.error is not None
             self.drafts.on_commit(request)
         if request.finished:
             self.scheduler.end(request)

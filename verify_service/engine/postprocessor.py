@@ -154,12 +154,12 @@ class RoundCommit(NamedTuple):
 
     def update(self) -> GenerationUpdate:
         """Return the request's update; after a chunk of prefill it has at most log-probabilities of the prompt."""
-        if self.result.error is not None:
-            return GenerationUpdate(error=self.result.error)
+        # Without a draft, an answer that is complete before the failure would not have met it.
+        error = self.result.error if self.finish_reason is None else None
         told = self.result.prompt_logprobs
         prompt_logprobs = () if told is None else (told,)
         if not self.tokens:
-            return GenerationUpdate(prompt_logprobs=prompt_logprobs)
+            return GenerationUpdate(prompt_logprobs=prompt_logprobs, error=error)
         num_nodes, num_accepted = len(self.entry.nodes), self.result.num_accepted
         own = TokenOrigin.BONUS if num_nodes else TokenOrigin.PLAIN
         return GenerationUpdate(
@@ -172,6 +172,7 @@ class RoundCommit(NamedTuple):
             finish_reason=self.finish_reason,
             prompt_logprobs=prompt_logprobs,
             round_trees=(self._tree(),) if self.entry.request.params.trace else (),
+            error=error,
         )
 
     def _tree(self) -> RoundTree:

@@ -150,7 +150,7 @@ class Result:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     error: OutriderError | None = None
-    """Set if this request alone failed."""
+    """Set if this request alone failed, behind these tokens."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the prompt tokens behind the positions of `Entry.scored`."""
 

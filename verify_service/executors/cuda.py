@@ -300,12 +300,9 @@ class CudaExecutor(Executor):
         results, listed = [], round_.listed
         for row, (entry, answer) in enumerate(zip(round_.decode, answers.read(), strict=True)):
             num_tokens, error = answer[:2]
-            if error:
-                results.append(Result(error=failure(error)))
-                continue
             token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
             logprobs = () if wanted is None or listed is None else read_logprobs(listed, row, token_ids, wanted)
-            results.append(Result(token_ids, logprobs))
+            results.append(Result(token_ids, logprobs, failure(error) if error else None))
         return results
 
     def _bucket(self, decode: Sequence[Entry], num_grown: int = 0) -> Bucket:
