@@ -19,7 +19,8 @@ def rows_as_read(rows: Tensor, kind: str, isa: Isa) -> Tensor:
     # In float32, as kernels.cpu.tiles.integers_of: half of the largest lies between two integers.
     groups = rows.float().view(len(rows), -1, GROUP)
     largest = groups.abs().amax(2, keepdim=True)
-    return ((groups * (127 / largest)).round().double() * (largest * (1 / 127))).view(wide.shape)
+    inverse = largest.new_tensor(127.0).div(largest)  # `127 / largest` would multiply 127 by a rounded reciprocal
+    return ((groups * inverse).round().double() * (largest * (1 / 127))).view(wide.shape)
 
 
 def round_to_four_bits(folder: Path) -> None:
