@@ -132,7 +132,6 @@ class StopMatcher:
         """`keep`: let the stop string through, too."""
         self._keep = keep
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -149,18 +148,9 @@ class StopMatcher:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._keep else start]
-        safe = self._first_start(text)
+        safe = len(text) - overlap_length(text, *self._stops)
         self._held = text[safe:]
         return text[:safe]
-
-    def _first_start(self, text: str) -> int:
-        """Return where a stop string may have begun in `text`, which contains none; its length if nowhere."""
-        # Place by place, not stop by stop: a place that was passed is never looked at again, whatever the stops are.
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            rest = text[at:]
-            if any(stop.startswith(rest) for stop in self._stops):
-                return at
-        return len(text)
 
     def finish(self) -> str:
         """End the text without a hit. Return what was held back."""
@@ -168,12 +158,13 @@ class StopMatcher:
         return text
 
 
-def overlap_length(text: str, mark: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `mark`."""
-    if text[-1:] in mark:
-        for length in range(min(len(text), len(mark) - 1), 0, -1):
-            if mark.startswith(text[-length:]):
-                return length
+def overlap_length(text: str, *marks: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of one of the marks."""
+    # Place by place, not mark by mark: a place that was passed is never looked at again, whatever the marks are.
+    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        end = text[-length:]
+        if any(mark.startswith(end) and mark != end for mark in marks):
+            return length
     return 0
 
 
