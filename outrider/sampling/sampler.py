@@ -388,13 +388,14 @@ def choose(
 
 
 def walk_tree(
-    parents: Sequence[int], token_ids: Sequence[int], sample: Callable[[int, Sequence[int], Sequence[int]], int]
+    parents: Sequence[int], token_ids: Sequence[int], sample: Callable[[int, Sequence[int], Sequence[int]], int | None]
 ) -> tuple[list[int], list[int]]:
     """Walk a tree from its root along sampled tokens; return the committed tokens and the accepted nodes.
 
     Node i hangs below node parents[i], or below the root at -1; parents come first. `sample` is called with a node
     (-1: the root), the committed tokens up to there, and the node's children as token ids in node order. The walk
-    goes on to the child that holds the token, and ends with a token that no child holds.
+    goes on to the child that holds the token, and ends with a token that no child holds. If `sample` returns None, it
+    ends before that node, which is not accepted.
     """
     children: dict[int, dict[int, int]] = {}
     for index, (parent, held) in enumerate(zip(parents, token_ids, strict=True)):
@@ -405,8 +406,10 @@ def walk_tree(
     while node is not None:
         below = children.get(node, {})
         token_id = sample(node, tokens, list(below))
+        if token_id is None:
+            break
         tokens.append(token_id)
-        node = below.get(token_id)
-        if node is not None:
+        if node >= 0:
             accepted.append(node)
+        node = below.get(token_id)
     return tokens, accepted

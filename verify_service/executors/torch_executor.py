@@ -246,27 +246,25 @@ class TorchExecutor(Executor):
         request, nodes = entry.request, entry.nodes
         sampler, num_logprobs = request.sampler, request.params.sampling.num_logprobs
         logprobs: list[TokenLogprobs] = []
-        tokens: list[int] = []
-        path_nodes: list[int] = []
         error: OutriderError | None = None
 
-        def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int:
+        def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int | None:
+            nonlocal error
             row, position = logits[node + 1], request.committed_len + len(path)
             mask = unpack(entry.masks[node + 1], sampler.vocab_size) if entry.masks else None
-            token = sampler.sample(row, path, position, mask, children, self._rule)
-            if num_logprobs is not None:
-                logprobs.append(TokenLogprobs(*sampler.logprobs(row, token, num_logprobs)))
-            tokens.append(token)
-            path_nodes.append(node)
+            try:
+                token = sampler.sample(row, path, position, mask, children, self._rule)
+                if num_logprobs is not None:
+                    logprobs.append(TokenLogprobs(*sampler.logprobs(row, token, num_logprobs)))
+            except OutriderError as problem:
+                error = problem
+                return None
             return token
 
-        try:
-            walk_tree(nodes.parents, nodes.token_ids, sample)
-        except OutriderError as problem:
-            error = problem
+        tokens, accepted = walk_tree(nodes.parents, nodes.token_ids, sample)
         # If the engine commits fewer of them, the request ends there.
         request.sampler.commit(tokens)
-        return Result(tokens, logprobs, error), path_nodes[1:]
+        return Result(tokens, logprobs, error), accepted
 
     def _compact(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if moves:
