@@ -175,10 +175,12 @@ def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Lear
 
 
 def _eagle3(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
-    if options.init_from is not None:
-        return StoredEagle3Head(options.init_from, target.config).head(target)
     config = target.config
-    chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
+    stored = None if options.init_from is None else StoredEagle3Head(options.init_from, config)
+    always = config.eos_token_ids if stored is None else stored.target_ids.tolist()
+    chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, always)
+    if stored is not None:
+        return stored.head(target, torch.from_numpy(chosen))
     layers = _feature_layers(options, config)
     head = TrainableEagle3Head(config, torch.from_numpy(chosen), layers, options.intermediate_size)
     head.start(target)
@@ -268,28 +270,29 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     if options.algorithm in BLOCK_ALGORITHMS and options.trainer.unroll < 2:
         raise ConfigError(f"--unroll {options.trainer.unroll}: a block has at least 2 places")
     options = replace(options, layers=options.layers or (2 if options.algorithm in BLOCK_ALGORITHMS else 4))
-    if options.init_from is None:
-        size = options.draft_vocab_size or min(DRAFT_VOCAB_SIZE, target.vocab_size)
+    head = None if options.init_from is None else StoredEagle3Head(options.init_from, target).config
+    default = min(DRAFT_VOCAB_SIZE, target.vocab_size) if head is None else head.draft_vocab_size
+    size = options.draft_vocab_size or default
+    if options.algorithm in _OWN_VOCABULARY and size > target.vocab_size:
+        limit = f"the target has {target.vocab_size} tokens; choose at most as many"
+        raise ConfigError(f"--draft-vocab-size {size}: {limit}")
+    options = replace(options, draft_vocab_size=size)
+    if head is None:
         if options.algorithm == "STANDALONE":
             small_config(target, options.layers, options.hidden)
-        elif options.algorithm in ("EAGLE3", *BLOCK_ALGORITHMS):
+        elif options.algorithm in _OWN_VOCABULARY:
             _feature_layers(options, target)
-            if size > target.vocab_size:
-                limit = f"the target has {target.vocab_size} tokens; choose at most as many"
-                raise ConfigError(f"--draft-vocab-size {size}: {limit}")
-        return replace(options, draft_vocab_size=size)
-    head = StoredEagle3Head(options.init_from, target).config
-    sizes: dict[str, Any] = {
-        "draft_vocab_size": head.draft_vocab_size,
-        "intermediate_size": head.decoder.intermediate_size,
-        "feature_layers": head.feature_layers,
-    }
+        return options
+    if size < head.draft_vocab_size:
+        least = f"the head of --init-from has {head.draft_vocab_size}; choose at least as many, or leave the option out"
+        raise ConfigError(f"--draft-vocab-size {size}: {least}")
+    sizes = {"intermediate_size": head.decoder.intermediate_size, "feature_layers": head.feature_layers}
     for name, own in sizes.items():
         given = getattr(options, name)
         if given and given != own:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {given}: the head of --init-from has {own}; leave the option out")
-    return replace(options, **sizes)
+    return replace(options, intermediate_size=head.decoder.intermediate_size, feature_layers=head.feature_layers)
 
 
 def export_drafter(

@@ -173,6 +173,7 @@ class StoredEagle3Head:
 
     Attributes:
         config: the head's config.
+        target_ids: int64 [draft_vocab_size], the target's ids of the tokens that it guesses, ascending.
     """
 
     def __init__(self, folder: Path, target: ModelConfig) -> None:
@@ -184,16 +185,20 @@ class StoredEagle3Head:
         self._stored = stored_tensors(folder, head_name)
         self.config = eagle3_config(read_json(folder / "config.json"), self._stored, target.num_layers)
         self._check(target)
-        self._target_ids, self._order = self._vocabulary(target.vocab_size)
+        self.target_ids, self._order = self._vocabulary(target.vocab_size)
 
-    def head(self, target: TargetModel) -> TrainableEagle3Head:
+    def head(self, target: TargetModel, target_ids: Tensor | None = None) -> TrainableEagle3Head:
         """Return a trainable head, on the target's device, that computes the same as the folder's.
+
+        `target_ids` int64, ascending: the tokens that it guesses, with those of the folder's head among them; None for
+        no others. The output matrix begins with the target's rows for the others.
 
         Raises ConfigError if the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
         config = self.config
         sizes = (config.feature_layers, config.decoder.intermediate_size)
-        head = TrainableEagle3Head(target.config, self._target_ids, *sizes)
+        target_ids = self.target_ids if target_ids is None else target_ids
+        head = TrainableEagle3Head(target.config, target_ids, *sizes)
         weights = {
             name.replace("midlayer.", "layers.0.", 1): weight.detach() for name, weight in head.named_parameters()
         }
@@ -201,10 +206,13 @@ class StoredEagle3Head:
         embedding = stored.pop(EMBEDDING, None)
         if embedding is not None:
             self._check_embedding(embedding, target)
+        output = weights[OUTPUT]
+        weights[OUTPUT] = output.new_empty(self.target_ids.shape[0], output.shape[1])
         check_tensors(stored, weights, self._folder, CONFIG)
         for name, weight in weights.items():
-            tensor = stored[name].read()
-            weight.copy_(tensor[self._order] if name == OUTPUT else tensor)
+            weight.copy_(stored[name].read())
+        output.copy_(target.stored_output()[target_ids])
+        output[torch.searchsorted(target_ids, self.target_ids)] = weights[OUTPUT][self._order]
         head.learned = True
         return head.to(target.device)
 

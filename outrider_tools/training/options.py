@@ -158,7 +158,8 @@ class RunOptions:
     )
     draft_vocab_size: int = flag(
         0,
-        "EAGLE3, DFLASH, DSPARK: number of tokens that the head may guess. Default: 8192, or that of --init-from.",
+        "EAGLE3, DFLASH, DSPARK: number of tokens that the head may guess. Default: 8192, or those of --init-from; "
+        "others are added to these.",
         type=whole_number(1, 10**6),
     )
     intermediate_size: int = flag(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafters import OPTIONS
@@ -64,6 +65,23 @@ def test_a_training_begins_as_the_head_in_the_folder(
     torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
     points = trainer.run().points
     assert points[-1].loss < points[0].loss
+
+
+def test_a_training_may_add_tokens_to_those_of_the_head_in_the_folder(
+    target: TargetModel, trained: TrainableEagle3Head, folder: Path
+) -> None:
+    texts = random_texts(target, 12, 6, 30, seed=4)
+    options = resolved(RunOptions(init_from=folder, draft_vocab_size=230), target.config)
+    head = make_learner(target, texts, options).module
+    assert isinstance(head, TrainableEagle3Head)
+    assert head.target_ids.shape[0] == 230
+    known, added = torch.isin(head.target_ids, trained.target_ids), ~torch.isin(head.target_ids, trained.target_ids)
+    assert int(known.sum()) == 200, "all that the head in the folder guesses"
+    torch.testing.assert_close(head.lm_head.weight[known], trained.lm_head.weight)
+    torch.testing.assert_close(head.lm_head.weight[added], target.stored_output()[head.target_ids[added]].float())
+    counts = np.bincount(texts.answer_tokens(), minlength=target.config.vocab_size)
+    left = np.setdiff1d(np.arange(target.config.vocab_size), head.target_ids)
+    assert counts[head.target_ids[added]].min() >= counts[left].max(), "the answers' most frequent others"
 
 
 def test_rows_of_a_head_in_another_order_are_sorted(
@@ -142,6 +160,7 @@ def test_the_targets_own_embedding_in_the_folder_is_no_fault(target: TargetModel
 def test_options_that_the_head_decides_may_not_differ(target: TargetModel, folder: Path) -> None:
     for changes, message in (
         ({"draft_vocab_size": 150}, "--draft-vocab-size 150: the head of --init-from has 200"),
+        ({"draft_vocab_size": 260}, "--draft-vocab-size 260: the target has 259 tokens"),
         ({"intermediate_size": 80}, "--intermediate-size 80: the head of --init-from has 96"),
         ({"feature_layers": (1, 2, 2)}, r"--feature-layers \(1, 2, 2\): the head of --init-from has \(1, 2, 3\)"),
         ({"algorithm": "EAGLE"}, "--init-from .*: is for --algorithm EAGLE3, not EAGLE; leave it out"),
