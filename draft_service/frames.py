@@ -30,7 +30,7 @@ GROWTH_SECONDS = (
 
 
 class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
-    """What the door knows about the drafter."""
+    """The drafter's description for the door."""
 
     hello: Hello
     """The Hello sent in every session, without the session's tokens."""

@@ -16,7 +16,7 @@ def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = N
 
     Args:
         page_tables: int32 [R, P], written.
-        updates: int32 [U, 3] of (row, place, page); entries with a negative row are ignored. No two set the same place.
+        updates: int32 [U, 3] of (row, place, page); negative rows are ignored. No two may set one place.
         shifts: int32 [R], number of pages that each row leaves out; None for none. If a row leaves out pages, updates
             of its first `num_sinks` pages and of the pages left out are ignored.
     """
@@ -45,7 +45,7 @@ def compact(
     num_tokens: Tensor,
     page_size: int,
 ) -> None:
-    """Move accepted node k = 0 .. num_tokens[b] - 2 of each row to place root[b] - first[b] + 1 + k of the row.
+    """Move accepted node j = 0 .. num_tokens[b] - 2 of each row b to place root[b] - first[b] + 1 + j of the row.
 
     One launch for all layers. Nodes come after their parents, so no node moves to a higher place, and what is
     overwritten has already been moved. Nothing moves in rows that do not sample.

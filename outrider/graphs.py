@@ -154,7 +154,7 @@ class GraphPool(Generic[Shape]):
     def _compile(self, shapes: Sequence[Shape]) -> None:
         """Run all shapes at the same time, because compiling takes most of a first start.
 
-        If other processes compile, they are told about all kernels first.
+        If other processes compile, they get all kernels first.
 
         On the device all runs still share one stream. Their launches may interleave, which does no harm as long as
         they find nothing to do.

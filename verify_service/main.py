@@ -117,7 +117,7 @@ def check_given(model: str) -> None:
 
 
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:
-    """Stop the server. Answers still running after `seconds` are ended, and their callers are told why."""
+    """Stop the server. Answers still running after `seconds` are ended with an error."""
     if seconds:
         _logger.info("draining for at most %g s; requests: %d", seconds, engine.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + CANCEL_GRACE_SECONDS))

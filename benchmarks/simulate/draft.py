@@ -213,7 +213,7 @@ class DraftService:
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
         engine.requests, engine.inbox = self.requests, SimulatedDraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
-            flush=self._flush, tell_state=lambda: None, seconds_left=None,
+            flush=self._flush, report_state=lambda: None, seconds_left=None,
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
         engine._reporter, engine._features = reporter, SimpleNamespace(mapping=False)
@@ -243,7 +243,7 @@ class DraftService:
             (grown._planner, "more_steps", lambda *_: costs.more + costs.more_row * rows()),
             (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
             (grown._publisher, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
-            (grown._batch_manager, "_look_at", lambda *_: costs.look),
+            (grown._batch_manager, "_update", lambda *_: costs.look),
             (trees, "appended", lambda tree, source, count=1: costs.append * count),
             (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * trees.num_live / max(rows(), 1)),
         ):

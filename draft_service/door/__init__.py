@@ -1,1 +1,1 @@
-"""The process that verify services talk to. Torch-free."""
+"""The process that verify services connect to. Torch-free."""

@@ -153,7 +153,7 @@ class VerifySession:
 
     def __init__(self, max_queued: int) -> None:
         self.number = 0
-        """Number under which the engine knows the session; 0 before it begins and after it has ended."""
+        """The session's number in frames to the engine; 0 before it begins and after it has ended."""
         self._max_queued = max_queued
         self._outbound: deque[DraftMessage] = deque()
         self._has_outbound = asyncio.Event()
@@ -224,7 +224,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         return True
 
     def attach(self, session: VerifySession, up: SessionUp) -> None:
-        """Give a new session its number, and tell the engine about it."""
+        """Give a new session its number, and announce it to the engine."""
         session.number = next(self._numbers)
         self._sessions[session.number] = session
         self.send(replace(up, session=session.number))

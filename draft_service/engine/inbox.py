@@ -66,7 +66,7 @@ class VerifyLines:
         self._lines: dict[int, _VerifyLine] = {}
         """Lines by session."""
         self._released: dict[int, int] = {}
-        """By session, the number of the last released features that verify has not been told of."""
+        """By session, the number of the last released features whose release was not sent to verify yet."""
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 

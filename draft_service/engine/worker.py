@@ -123,7 +123,7 @@ class DraftReporter:
         """Time until the next report of the state is due; None if nothing has changed."""
         return max(0.0, self._state_at + STATE_SECONDS - monotonic()) if self._changed else None
 
-    def tell_state(self, reply_to: int = 0) -> None:
+    def report_state(self, reply_to: int = 0) -> None:
         """Send the state as the answer to the `AskState` with this number, or, without a number, if it is due."""
         if reply_to or self.seconds_left == 0.0:
             self._state_at, self._changed = monotonic(), False
@@ -191,7 +191,7 @@ class DraftEngine:
         self._num_turns = 0
 
     def run(self) -> None:
-        """Take turns until the door says Stop or is gone, the device fails, or turns fail again and again."""
+        """Take turns until the door sends Stop or is gone, the device fails, or turns fail again and again."""
         failures: deque[float] = deque(maxlen=_MAX_FAILED_TURNS)
         while not self._stopping:
             try:
@@ -228,7 +228,7 @@ class DraftEngine:
         """Do what can wait until answers are sent."""
         if self._features.mapping:
             self._features.report_mapped()
-        self._reporter.tell_state()
+        self._reporter.report_state()
         self._garbage.collect_young()
 
     def _wait(self) -> None:
@@ -243,7 +243,7 @@ class DraftEngine:
             self.inbox.wait(timeout)
             if timeout is not None:
                 self._features.report_mapped()
-                self._reporter.tell_state()
+                self._reporter.report_state()
 
     def _watch(self) -> bool:
         """Poll the sockets for `_watch_seconds` without sleeping. Return whether a frame has arrived."""
@@ -274,7 +274,7 @@ class DraftEngine:
                 self.requests.detach(self._ports.pop(frame.session))
             case AskState():
                 self._reporter.flush()
-                self._reporter.tell_state(frame.number)
+                self._reporter.report_state(frame.number)
             case Drain():
                 self.requests.draining = True
             case Stop():
@@ -358,6 +358,6 @@ def connect(
 def describe(
     drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineOffer | None = None
 ) -> DrafterProfile:
-    """Return what the door is told about the drafter that the options name."""
+    """Return what the door needs to know about the drafter of the options."""
     hello = replace(introduce(drafter, options), line=line)
     return DrafterProfile(hello, drafters_of_any_target(drafter), maps_memory, tuple(drafter.gauges()))

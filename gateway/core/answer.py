@@ -40,7 +40,7 @@ class Delta(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     """Usage of the whole request, in the last delta of its last answer."""
     reasoning: str = ""
-    """The model's reasoning, if it is told apart from the answer: final text, like `text`."""
+    """The model's reasoning, if it is separated from the answer: final text, like `text`."""
     parts_start: int = 0
     """Characters of the answer's tokens so far that came before all of its `parts`."""
     text_from: int = 0

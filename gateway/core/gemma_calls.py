@@ -52,8 +52,8 @@ def _written_key(key: str) -> str:
 def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
     """Read an object that is sent one character at a time, up to its end, and give `take` the same in JSON.
 
-    Models drift, so JSON is read, too, and a bare word that is not JSON becomes a string. Anything out of place in an
-    object or a list is left out, so that the result is JSON whenever the object comes to its end.
+    Models deviate from this form, so JSON is read, too, and a bare word that is not JSON becomes a string. Anything out
+    of place in an object or a list is left out, so that the result is JSON whenever the object comes to its end.
     """
     opened: list[str] = []
     has_item = False
@@ -310,10 +310,10 @@ class _Writer:
 
 
 def _literal(text: str) -> str:
-    return masked(_in_json(text))
+    return escape_directives(_in_json(text))
 
 
-def masked(source: str) -> str:
+def escape_directives(source: str) -> str:
     """Return JSON that is safe in a grammar: a text in it may hold "::=", which would change the grammar's language, or
-    "%llguidance", which would be an order to the library."""
+    "%llguidance", which would be a directive to the library."""
     return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")

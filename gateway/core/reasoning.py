@@ -1,4 +1,4 @@
-"""A model's reasoning before it answers, told apart from the answer by the markers of its chat template."""
+"""A model's reasoning before it answers, separated from the answer by the markers of its chat template."""
 
 from __future__ import annotations
 

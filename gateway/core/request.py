@@ -219,7 +219,7 @@ class OutputFields(ServingFields, StopFields):
 
 
 class RequestSampling(SamplingFields):
-    """How tokens are chosen, and how many log-probabilities are told."""
+    """How tokens are chosen, and how many log-probabilities are returned."""
 
     num_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -396,7 +396,7 @@ class ClientRequest(OutputFields):
     default_max_tokens: int | None = None
     """Most tokens per answer without `max_tokens`, as far as the context has room; None for all of the room."""
     separate_reasoning: bool = False
-    """Whether reasoning is told apart from the answer to a conversation."""
+    """Whether reasoning is separated from the answer to a conversation."""
     prompt_only: bool = False
     """Whether no answer is wanted; `max_tokens` is then 1, the least that verify commits, and that token is dropped."""
 
@@ -446,7 +446,7 @@ class Job:
     prompt_only: bool = False
     """Whether no answer is wanted: the one token that verify commits is dropped."""
     reasoning: ReasoningStart | None = None
-    """How reasoning is told apart from the answers; None if everything is their text."""
+    """How reasoning is separated from the answers; None if everything is their text."""
     tool_calls: ToolCalls | None = None
     """How calls are found in the answers; None if the answers are only text."""
 

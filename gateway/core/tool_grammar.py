@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from gateway.core.gemma_calls import call_rules, masked
+from gateway.core.gemma_calls import call_rules, escape_directives
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
@@ -114,7 +114,7 @@ def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
     """Return the rule `form`, which comes last."""
     match wanted.kind:
         case GrammarKind.CHOICE:
-            choices = (masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+            choices = (escape_directives(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
             return f"form: {' | '.join(choices)}"
         case GrammarKind.REGEX:
             # Otherwise an expression that also matches the marker would match the reasoning after it.
@@ -230,7 +230,7 @@ def _embedded(schema: dict[str, Any]) -> str:
     """Return a JSON schema for use in a Lark grammar. White space is bounded: small models may repeat it forever."""
     prepare_schema(schema)
     options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": True} | schema.get("x-guidance", {})
-    return "%json " + masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
+    return "%json " + escape_directives(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
 
 
 def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:

@@ -285,7 +285,7 @@ class ToolCallParser:
         self._begun = False
         self._called = False
         """Whether a call has ended since the last text."""
-        self._spoke = False
+        self._has_text_since_call = False
         """Whether text was let through since the last call."""
         self._has_text = False
         """Whether text was ever let through."""
@@ -295,9 +295,9 @@ class ToolCallParser:
         """Characters read."""
         self.text_from = 0
         """Where the calls so far end, with their marks; later text lies behind."""
-        self._said: list[str] = []
-        """Text that is not told yet."""
-        self._said_from = self._said_to = 0
+        self._text: list[str] = []
+        """Text that is not in `_news` yet; it lies at `_text_start` to `_text_end` in the answer."""
+        self._text_start = self._text_end = 0
         self._news: News = []
         self._num_calls = 0
         """Calls that have begun."""
@@ -318,15 +318,15 @@ class ToolCallParser:
         rest = "".join([*self._spaces, self._held])
         self._held = ""
         self._spaces.clear()
-        if rest.strip() or self._spoke or not self._num_calls:
-            self._say(rest, self._position)
+        if rest.strip() or self._has_text_since_call or not self._num_calls:
+            self._add_text(rest, self._position)
         return self._take_news()
 
     def _take_news(self) -> News:
         if self._begun:
-            self._tell(arguments="".join(self._reader.arguments))
+            self._add_call(arguments="".join(self._reader.arguments))
             self._reader.arguments.clear()
-        self._tell_text()
+        self._flush_text()
         news, self._news = self._news, []
         return news
 
@@ -355,9 +355,9 @@ class ToolCallParser:
         if text:
             is_first = self._num_calls and not self._has_text
             said = text.lstrip() if is_first else "".join([*self._spaces, text])
-            self._say(said, self._position - len(self._held) - len(held) + len(text))
+            self._add_text(said, self._position - len(self._held) - len(held) + len(text))
             self._spaces.clear()
-            self._spoke, self._has_text, self._bare = True, True, False
+            self._has_text_since_call, self._has_text, self._bare = True, True, False
         self._spaces += held[len(text) :]
 
     def _await_call(self, raw: list[str]) -> None:
@@ -380,7 +380,7 @@ class ToolCallParser:
             self._reader, self._step = _CallReader(), self._read_call
             self._reader.read(character)
         elif closer and tail == closer and self._called:
-            self._raw, self._step, self._spoke = [], self._read_text, False
+            self._raw, self._step, self._has_text_since_call = [], self._read_text, False
             self.text_from = self._position
         elif opener and tail == opener:
             if self._called:  # the separators before it are not text, whatever follows
@@ -435,23 +435,23 @@ class ToolCallParser:
             if not self._any_name and reader.name not in self._names:
                 self._give_up()
                 return
-            self._begun, self._raw, self._spoke = True, [], False
+            self._begun, self._raw, self._has_text_since_call = True, [], False
             self._num_calls += 1
-            self._tell(id=self._form.new_id(), name=reader.name)
+            self._add_call(id=self._form.new_id(), name=reader.name)
         if not self._begun:
             if has_ended:
                 self._give_up()
             return
         if has_ended:
             ended = reader.has_failed or reader.has_arguments
-            self._tell(arguments="".join(reader.arguments) if ended else "{}")
+            self._add_call(arguments="".join(reader.arguments) if ended else "{}")
             self._await_call([])
             self._begun, self._name, self._called = False, "", True
             self.text_from = self._position
 
-    def _tell(self, *, id: str = "", name: str = "", arguments: str = "") -> None:
+    def _add_call(self, *, id: str = "", name: str = "", arguments: str = "") -> None:
         """Add what is new of the last call."""
-        self._tell_text()
+        self._flush_text()
         index = self._num_calls - 1
         if not (id or arguments) or (index and not self._parallel):
             return
@@ -461,16 +461,16 @@ class ToolCallParser:
         else:
             self._news.append(ToolCallDelta(index, id, name, arguments))
 
-    def _say(self, text: str, end: int) -> None:
-        if not self._said:
-            self._said_from = max(self.text_from, end - len(text))
-        self._said.append(text)
-        self._said_to = end
+    def _add_text(self, text: str, end: int) -> None:
+        if not self._text:
+            self._text_start = max(self.text_from, end - len(text))
+        self._text.append(text)
+        self._text_end = end
 
-    def _tell_text(self) -> None:
-        if text := "".join(self._said):
-            self._news.append(TextDelta(text, self._said_from, self._said_to))
-        self._said.clear()
+    def _flush_text(self) -> None:
+        if text := "".join(self._text):
+            self._news.append(TextDelta(text, self._text_start, self._text_end))
+        self._text.clear()
 
     def _give_up(self) -> None:
         """Treat what was taken for the beginning of a call as text."""

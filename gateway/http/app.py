@@ -38,7 +38,7 @@ from outrider.rpc.transport import is_local
 _logger = logs.get_logger(__name__)
 
 _OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
-_STRANGER_LOG_SECONDS = 10.0
+_REFUSAL_LOG_SECONDS = 10.0
 
 
 class RestApp:
@@ -48,7 +48,7 @@ class RestApp:
         """With `api_keys`, all paths but pages and `_OPEN_PATHS` need one."""
         self._gateway = gateway
         self._api_keys = api_keys
-        self._strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
+        self._refusal_warnings = logs.ThrottledWarnings(_logger, _REFUSAL_LOG_SECONDS)
         """Throttled warnings about refused requests: anybody can send those, and must not fill the log."""
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
@@ -111,13 +111,13 @@ class RestApp:
             if scope["method"] == "OPTIONS" and (allowed := _allowed(error, scope["path"])):
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
-            tell = _logger.info if let_in else self._strangers.warn
+            tell = _logger.info if let_in else self._refusal_warnings.warn
             await error_response(_client_error(error, scope, tell))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> bool:
         """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one.
 
-        Return False if there are keys and the path needs none, so that a stranger may be the client.
+        Return False if there are keys and the path needs none, so that anyone may be the client.
         """
         keys = self._api_keys.current()
         if not keys or path in self._open_paths:
@@ -180,8 +180,8 @@ class HostRule:
     """Which Host headers the REST door lets in.
 
     Any site can have its name resolve to 127.0.0.1. Its pages can then read whatever they like from a door on loopback,
-    because the browser takes the door for the site itself (DNS rebinding). The name in the Host header gives such
-    requests away. Plain addresses are never resolved, so they are always let in.
+    because the browser takes the door for the site itself (DNS rebinding). The name in the Host header shows
+    that. Plain addresses are never resolved, so they are always let in.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] = (), *, guarded: bool = False) -> None:

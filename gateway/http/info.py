@@ -40,7 +40,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 
 _PROBE_SECONDS = 20.0
-"""How long a token may take before /health_generate calls the service ill."""
+"""How long a token may take before /health_generate reports the service as unhealthy."""
 _INLINE_SIZE = 4096
 """Characters or tokens up to which the event loop does the work itself, in well under a millisecond."""
 _MAX_UNSENT_BYTES = 1 << 28

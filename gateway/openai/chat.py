@@ -358,7 +358,7 @@ class ChatBuilder(ChoicesBuilder):
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: ChatCompletionRequest) -> None:
         super().__init__(model, jobs, body)
-        self._tells_reasoning = body.include_reasoning is not False
+        self._returns_reasoning = body.include_reasoning is not False
 
     def whole(self) -> ChatCompletion:
         """See the base."""
@@ -388,7 +388,7 @@ class ChatBuilder(ChoicesBuilder):
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
         more = self._about_tokens(delta)
         if delta.reasoning or text or logprobs is not None or more:
-            news = self._thought(delta.reasoning)
+            news = self._reasoning_fields(delta.reasoning)
             if text or not news:
                 news["content"] = text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **more)
@@ -401,7 +401,7 @@ class ChatBuilder(ChoicesBuilder):
             more = self._stopped_by(index, delta.matched_stop)
             yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason, **more)
 
-    def _says_something(self, choice: ChatChunkChoice) -> bool:
+    def _has_tokens(self, choice: ChatChunkChoice) -> bool:
         return choice.delta.role is None
 
     def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
@@ -409,13 +409,13 @@ class ChatBuilder(ChoicesBuilder):
             more |= self._prompt_ids(0)
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 
-    def _thought(self, text: str) -> dict[str, Any]:
+    def _reasoning_fields(self, text: str) -> dict[str, Any]:
         """Return reasoning under both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
-        return {"reasoning_content": text, "reasoning": text} if text and self._tells_reasoning else {}
+        return {"reasoning_content": text, "reasoning": text} if text and self._returns_reasoning else {}
 
     def _message(self, answer: CollectedAnswer) -> AssistantMessage:
         text, calls = "".join(answer.text), calls_made(answer.calls)
-        more = self._thought("".join(answer.reasoning))
+        more = self._reasoning_fields("".join(answer.reasoning))
         if calls:
             more["tool_calls"] = calls
         return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)

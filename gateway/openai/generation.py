@@ -305,7 +305,7 @@ class ChoicesBuilder(ResponseBuilder):
         before = self._completion_tokens
         self._completion_tokens += len(delta.tokens)
         for choice in self._choices(delta, self._answers[delta.choice_index]):
-            num_tokens = self._completion_tokens if self._says_something(choice) else before
+            num_tokens = self._completion_tokens if self._has_tokens(choice) else before
             yield self._chunk([choice], **self._usage_so_far(num_tokens))
         if delta.usage is not None and self._options.include_usage:
             yield self._chunk([], usage=UsageBody.of(delta.usage))
@@ -322,7 +322,7 @@ class ChoicesBuilder(ResponseBuilder):
         total = self._prompt_tokens + num_tokens
         return {"usage": UsageBody(prompt_tokens=self._prompt_tokens, completion_tokens=num_tokens, total_tokens=total)}
 
-    def _says_something(self, choice: Any) -> bool:
+    def _has_tokens(self, choice: Any) -> bool:
         """Whether a choice has tokens of the answer, and not only the role."""
         return True
 

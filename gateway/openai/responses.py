@@ -141,7 +141,7 @@ class _Item:
     pieces: list[str] = field(default_factory=list)
     """Pieces of the item's text, or of its arguments."""
     tokens: list[Token] = field(default_factory=list)
-    """The tokens of a message, if their log-probabilities are told."""
+    """The tokens of a message, if their log-probabilities are returned."""
     num_sent: int = 0
     """How many of them were streamed."""
 
@@ -196,12 +196,12 @@ class ResponsesBuilder(ResponseBuilder):
         self._num_events = 0
         self._items: list[_Item] = []
         """Items that have begun."""
-        self._tells_logprobs = body.tells_logprobs
+        self._returns_logprobs = body.returns_logprobs
         self._names = TokenNames(self._tokenizer)
         self._waiting: deque[Token] = deque()
-        """Tokens of reasoning, calls, and messages that have not come yet."""
+        """Tokens not yet assigned to a message; those of reasoning and calls are dropped."""
         self._waiting_from = 0
-        """Characters of the tokens before these."""
+        """Number of characters in the tokens before `_waiting`."""
         sampling = jobs[0].request.sampling
         self._fields: dict[str, Any] = {
             "id": self._head["id"],
@@ -259,7 +259,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _pieces(self, delta: Delta) -> Iterator[_ItemPiece]:
         """Yield what a delta adds. The last piece of an answer that ends with a message, or has no item, is empty."""
-        self._waiting.extend(delta.tokens if self._tells_logprobs else ())
+        self._waiting.extend(delta.tokens if self._returns_logprobs else ())
         start = delta.parts_start
         if delta.reasoning:
             yield _ItemPiece("reasoning", delta.reasoning)

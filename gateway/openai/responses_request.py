@@ -238,7 +238,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None
     background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
     include: Annotated[list[Included], Field(max_length=_MAX_INCLUDED, fail_fast=True)] | None = None
-    """What more to tell of an answer: the log-probabilities of its text. Some clients always ask for encrypted
+    """What else to return of an answer: the log-probabilities of its text. Some clients always ask for encrypted
     reasoning; it has no effect, since none is encrypted here."""
     client_metadata: dict[str, Any] | None = Field(None, description="Accepted but ignored; Codex sends it.")
     truncation: Annotated[Any, Only("disabled", why="no message is left out of a conversation")] = None
@@ -260,13 +260,13 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         return [] if self.text is None or self.text.format is None else self.text.format.forms
 
     @property
-    def tells_logprobs(self) -> bool:
+    def returns_logprobs(self) -> bool:
         """Whether the answer's text has log-probabilities."""
         return _LOGPROBS in (self.include or ())
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ResponsesRequest:
-        if self.top_logprobs and not self.tells_logprobs:
+        if self.top_logprobs and not self.returns_logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs", f"add {_LOGPROBS} to include, or leave it out")
         return self
 
@@ -307,7 +307,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         fields |= {
             "model": self.model,
             "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields}
-            | {"num_logprobs": (self.top_logprobs or 0) if self.tells_logprobs else None},
+            | {"num_logprobs": (self.top_logprobs or 0) if self.returns_logprobs else None},
             "max_tokens": self.max_output_tokens,
             "grammar": self.grammar,
             "separate_reasoning": True,

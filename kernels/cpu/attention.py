@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu.code import I8, I16, I32, I64, Code, Module
-from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, TILE, StackShape
+from kernels.cpu.layout import ITEM_FIELDS, KEYS, LANES, LAYER_FIELDS, QUERIES_FIELDS, RUN_ARGS, TILE, StackShape
 
 _HIDDEN = -1e30
 """Product of a key and a query that does not see it."""
@@ -31,10 +31,10 @@ def write_attention(module: Module, shape: StackShape) -> None:
 class _Attention:
     def __init__(self, code: Code, shape: StackShape) -> None:
         self.code, self.shape = code, shape
-        self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
-        self.item = code.fields(code.args["item"], ITEM)
-        where = code.plus(self.run["queries"], code.times(self.item["queries"], 8 * len(QUERIES)))
-        self.queries = code.fields(where, QUERIES)
+        self.run, self.layer = code.fields(code.args["run"], RUN_ARGS), code.fields(code.args["layer"], LAYER_FIELDS)
+        self.item = code.fields(code.args["item"], ITEM_FIELDS)
+        where = code.plus(self.run["queries"], code.times(self.item["queries"], 8 * len(QUERIES_FIELDS)))
+        self.queries = code.fields(where, QUERIES_FIELDS)
         scratch = code.args["scratch"]
         self.laid, self.scores = (code.plus(scratch, self.run[name]) for name in ("at_queries", "at_scores"))
         self.has_tiles, self.some = code.isa.has_tiles, code.isa.registers // 2
@@ -61,7 +61,7 @@ class _Attention:
         with code.loop(0, self.item["count"]) as row:
             for member in range(shape.group):
                 head = code.plus(code.times(self.item["head"], shape.group), member)
-                source = code.plus(code.times(code.plus(self.first, row), shape.num_all), head)
+                source = code.plus(code.times(code.plus(self.first, row), shape.num_qkv_heads), head)
                 source = code.plus(self.run["heads"], code.times(source, 2 * shape.head_dim))
                 target = code.plus(self.laid, code.times(row, 4 * shape.group), 4 * member)
                 with code.loop(0, shape.head_dim // columns) as number:

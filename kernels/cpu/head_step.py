@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu import products
 from kernels.cpu.isa import needed_isa
-from kernels.cpu.layout import HEAD, MAX_BEST, TILE, StackShape, chunk_of, prepared_size
+from kernels.cpu.layout import HEAD_ARGS, MAX_BEST, TILE, StackShape, chunk_of, prepared_size
 from kernels.cpu.products import Packed, function_address
 from kernels.cpu.rows import row_function
 from kernels.cpu.stack import Ends, StackPlan
@@ -74,7 +74,7 @@ class Stepped(NamedTuple):
 
     Attributes:
         logits: float32 [M, N]; divided if they were ranked.
-        tokens: int32 [M, best], like `scores`, which are float32; see kernels.cpu.rows.best_of. None if nothing was
+        tokens: int32 [M, best], like `scores`, which are float32; see kernels.cpu.rows.write_top_k. None if nothing was
             ranked.
     """
 
@@ -93,14 +93,14 @@ class HeadStep:
         output, isa = weights.output, needed_isa()
         tiles = output.num_out // TILE
         chunk = chunk_of(output.num_out, output.size, products.num_threads(), output.kind)
-        self._fields = dict.fromkeys(HEAD, 0) | {
+        self._fields = dict.fromkeys(HEAD_ARGS, 0) | {
             "embedding": weights.embedding.data_ptr(), "token_norm": weights.token_norm.data_ptr(),
             "hidden_norm": weights.hidden_norm.data_ptr(), "final_norm": weights.final_norm.data_ptr(),
             "starts_normed": weights.starts_normed, "leaves_normed": weights.leaves_normed,
             "output": output.blocks.data_ptr(), "num_tiles": tiles, "chunk": chunk, "num_chunks": -(-tiles // chunk),
             "tiles": function_address(isa, output.kind, f"tiles_{output.kind}"),
             "prepare": function_address(isa, output.kind, "prepare"),
-            "ranks": row_function(isa, "ranks").engine.get_function_address("ranks"),
+            "top_k": row_function(isa, "top_k").engine.get_function_address("top_k"),
         }  # fmt: skip
 
     def __call__(self, plan: StackPlan, token_ids: Tensor, links: Links, ranking: Ranking | None = None) -> Stepped:

@@ -13,19 +13,19 @@ from kernels.cpu.layout import (
     BLOCKS,
     COUNTERS,
     GROUP,
-    HEAD,
-    ITEM,
+    HEAD_ARGS,
+    ITEM_FIELDS,
     LANES,
-    LAYER,
+    LAYER_FIELDS,
     PHASES,
-    RUN,
+    RUN_ARGS,
     TILE,
     StackShape,
     chunk_of,
     float_bits,
 )  # fmt: skip
 from kernels.cpu.pool import write_call
-from kernels.cpu.row_code import NORM, norm_row, write_norm
+from kernels.cpu.row_code import NORM_ARGS, norm_row, write_norm
 
 _FETCHED = 8 << 10
 """Bytes of weights that are prefetched before a phase begins."""
@@ -34,23 +34,23 @@ _TILE_BYTES = 2 * TILE
 
 
 def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
-    """Return a module with the function `run` of RUN, and all functions that it calls except products."""
+    """Return a module with the function `run` of RUN_ARGS, and all functions that it calls except products."""
     module = Module(isa)
-    write_norm(Code(module, "norm", NORM))
+    write_norm(Code(module, "norm", NORM_ARGS))
     _write_turn(module, shape)
     write_attention(module, shape)
     _Layer(module, shape, threads).write()
     if shape.given:
         _write_ends(module, shape)
     _write_part(module, shape)
-    write_call(module, "run", RUN, "all_layers")
+    write_call(module, "run", RUN_ARGS, "all_layers")
     return module
 
 
 def _write_part(module: Module, shape: StackShape) -> None:
     """Write `all_layers`: all layers in one of the threads, and what a step of a draft head does before and after."""
     code = Code(module, "all_layers", ["run", "me"])
-    run, me = code.fields(code.args["run"], RUN), code.args["me"]
+    run, me = code.fields(code.args["run"], RUN_ARGS), code.args["me"]
     scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
     at_ends = code.plus(run["counters"], code.times(run["num_layers"], PHASES * COUNTERS))
     is_draft = code.build.icmp_signed("!=", run["draft_head"], I64(0))
@@ -58,7 +58,7 @@ def _write_part(module: Module, shape: StackShape) -> None:
         with code.when(is_draft):
             code.run("begin_draft", code.args["run"], run["draft_head"], at_ends)
     with code.loop(0, run["num_layers"]) as number:
-        layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER)))
+        layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER_FIELDS)))
         counters = code.plus(run["counters"], code.times(number, PHASES * COUNTERS))
         code.run("layer", code.args["run"], layer, counters, scratch, me)
     if shape.given:
@@ -70,11 +70,15 @@ def _write_part(module: Module, shape: StackShape) -> None:
 def _write_turn(module: Module, shape: StackShape) -> None:
     """Write `turn`: bias, norm and rotation of a head in place for all rows; heads of k and v then go to the cache."""
     code = Code(module, "turn", ["run", "layer", "head"])
-    run, layer, head = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER), code.args["head"]
+    run, layer, head = (
+        code.fields(code.args["run"], RUN_ARGS),
+        code.fields(code.args["layer"], LAYER_FIELDS),
+        code.args["head"],
+    )
     size, num_turned = shape.head_dim, shape.num_heads + shape.num_kv_heads
     is_turned = code.build.icmp_signed("<", head, I64(num_turned))
     with code.loop(0, run["rows"]) as row:
-        place = code.plus(run["heads"], code.times(code.plus(code.times(row, shape.num_all), head), 2 * size))
+        place = code.plus(run["heads"], code.times(code.plus(code.times(row, shape.num_qkv_heads), head), 2 * size))
         if shape.has_bias:
             bias = code.plus(layer["qkv_bias"], code.times(head, 4 * size))
             for column in range(0, size, LANES):
@@ -112,8 +116,8 @@ class _Layer:
     def __init__(self, module: Module, shape: StackShape, threads: int) -> None:
         self.code = code = Code(module, "layer", ["run", "layer", "counters", "scratch", "me"])
         self.args, self.shape, self.threads = code.args, shape, threads
-        self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
-        self.following = code.fields(code.plus(code.args["layer"], 8 * len(LAYER)), LAYER)
+        self.run, self.layer = code.fields(code.args["run"], RUN_ARGS), code.fields(code.args["layer"], LAYER_FIELDS)
+        self.following = code.fields(code.plus(code.args["layer"], 8 * len(LAYER_FIELDS)), LAYER_FIELDS)
         self.normed = code.args["scratch"]
         self.prepared, self.part = (code.plus(self.normed, self.run[name]) for name in ("at_prepared", "at_part"))
         self.rows, self.number = self.run["rows"], 0
@@ -123,7 +127,7 @@ class _Layer:
         """Write all phases; each prefetches what the next one begins with."""
         shape, layer = self.shape, self.layer
         per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
-        heads = max(1, round(self._chunk(shape.num_all * shape.head_dim, size) / per_head))
+        heads = max(1, round(self._chunk(shape.num_qkv_heads * shape.head_dim, size) / per_head))
         output, down = self._chunk(shape.hidden, self.wide), self._chunk(shape.hidden, shape.inner)
         gate = self._chunk(shape.inner, 2 * shape.hidden)
         ahead = self._fetch(layer["output"], output, self.wide)
@@ -171,7 +175,7 @@ class _Layer:
         self.code.run(name, source, 2 * size, weights, first, width, blocks, *bounds, self.rows, self.prepared)
 
     def _write_heads(self, some: int, ahead: Callable[[], None]) -> None:
-        code, shape, count = self.code, self.shape, self.shape.num_all
+        code, shape, count = self.code, self.shape, self.shape.num_qkv_heads
         per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
         source = self.run["given"] if shape.given else self.normed
 
@@ -202,7 +206,7 @@ class _Layer:
     def _write_attention(self, ahead: Callable[[], None]) -> None:
         code, args = self.code, self.args
         with self._phase(self.run["num_items"], ahead) as chunk:
-            item = code.plus(self.run["items"], code.times(chunk, 8 * len(ITEM)))
+            item = code.plus(self.run["items"], code.times(chunk, 8 * len(ITEM_FIELDS)))
             code.run("attend", args["run"], args["layer"], item, args["scratch"])
 
     def _add_to_stream(self, source: Any, size: int, weights: Any, some: int, ahead: Callable[[], None]) -> None:
@@ -247,7 +251,7 @@ def _write_ends(module: Module, shape: StackShape) -> None:
     """
     _write_begin(Code(module, "begin_draft", ["run", "head", "counters"]), shape)
     code = Code(module, "end_draft", ["run", "head", "counters", "scratch"])
-    run, head = code.fields(code.args["run"], RUN), code.fields(code.args["head"], HEAD)
+    run, head = code.fields(code.args["run"], RUN_ARGS), code.fields(code.args["head"], HEAD_ARGS)
     _write_logits(code, shape, run, head)
     _write_candidates(code, shape, run, head)
     code.done()
@@ -255,7 +259,7 @@ def _write_ends(module: Module, shape: StackShape) -> None:
 
 def _write_begin(code: Code, shape: StackShape) -> None:
     """Write each row's normed embedding and normed feature, side by side, and its stream."""
-    run, head = code.fields(code.args["run"], RUN), code.fields(code.args["head"], HEAD)
+    run, head = code.fields(code.args["run"], RUN_ARGS), code.fields(code.args["head"], HEAD_ARGS)
     size = 2 * shape.hidden
     with code.chunks(run["rows"], code.args["counters"]) as row:
         number = code.times(row, 8)
@@ -313,4 +317,4 @@ def _write_candidates(code: Code, shape: StackShape, run: dict[str, Any], head: 
                 code.store(build.fdiv(code.load_vector(logits, at), divisor), logits, at)
             skipped = code.times(code.times(row, head["best"]), 4)
             results = (code.plus(head[name], skipped) for name in ("found", "scores"))
-            code.run_at(head["ranks"], logits, 1, num_out, head["ids"], *results, head["best"])
+            code.run_at(head["top_k"], logits, 1, num_out, head["ids"], *results, head["best"])

@@ -36,12 +36,12 @@ COUNTERS = 2 * LINE
 """Bytes of counters of work that threads share: chunks taken and, in a separate cache line, chunks done."""
 PHASES = 5
 """Phases of a layer: norm and q, k, v; attention; output; norm and gate; down."""
-TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
+TILES_ARGS = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
 """Arguments for some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights,
 the same of results as of rows, blocks of a tile, the first tile and the one after the last, number of rows, and address
 of the prepared rows: for tiles sums, which offset four-bit weights, or codes, for eight-bit weights; for dot products
 of bytes codes, scales and offsets of sums; otherwise float32 numbers."""
-PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
+PREPARE_ARGS = ("x", "row_stride", "blocks", "count", "prepared")
 """Arguments for the preparation of rows."""
 LARGEST_CODE = 127
 """Largest code of eight-bit weights and rows."""
@@ -51,24 +51,24 @@ MAX_BEST = 64
 """Most numbers that are ranked in a row."""
 KEYS = TILE
 """Keys that are multiplied by queries at once."""
-RUN = (
+RUN_ARGS = (
     "stream", "rows", "layers", "num_layers", "draft_head", "cos", "sin", "positions", "slots", "items",
     "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
     "at_queries", "at_scores", "counters", "counter_bytes",
 )  # fmt: skip
 """Arguments of a run, all int64: addresses and counts. See StackPlan."""
-LAYER = (
+LAYER_FIELDS = (
     "attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values", "tap",
 )  # fmt: skip
 """Addresses of a layer's weights, of its keys and values, and of a copy of the stream that enters it, or 0."""
-HEAD = (
+HEAD_ARGS = (
     "tokens", "taken", "left", "features", "embedding", "token_norm", "hidden_norm", "final_norm", "starts_normed",
-    "leaves_normed", "output", "tiles", "prepare", "num_tiles", "chunk", "num_chunks", "logits", "ranks", "divisors",
+    "leaves_normed", "output", "tiles", "prepare", "num_tiles", "chunk", "num_chunks", "logits", "top_k", "divisors",
     "ids", "best", "found", "scores",
 )  # fmt: skip
 """Additional arguments of a step of a draft head, all int64. See kernels.cpu.head_step."""
-QUERIES = ("slots", "num_keys", "first", "mask", "num_masked")
-ITEM = ("queries", "head", "first", "count")
+QUERIES_FIELDS = ("slots", "num_keys", "first", "mask", "num_masked")
+ITEM_FIELDS = ("queries", "head", "first", "count")
 """A piece of attention: which queries, which kv head, the first of the queries' rows, and the number of rows."""
 
 
@@ -114,7 +114,7 @@ class StackShape:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def num_all(self) -> int:
+    def num_qkv_heads(self) -> int:
         """Number of heads of q, k and v."""
         return self.num_heads + 2 * self.num_kv_heads
 

@@ -27,8 +27,8 @@ from kernels.cpu.isa import Isa
 
 log = logging.getLogger(__name__)
 
-_SUM = 32
-"""Bytes of the checksum at the start of a file: see `_sum`."""
+_CHECKSUM_BYTES = 32
+"""Bytes of the checksum at the start of a file: see `_checksum`."""
 
 
 def kept_object(isa: Isa, name: str, compiled: Callable[[], bytes]) -> bytes:
@@ -65,11 +65,11 @@ def _read(path: Path) -> bytes | None:
             data = file.read()
     except OSError:
         return None
-    rest = data[_SUM:]
-    return rest if _sum(path, rest) == data[:_SUM] else None
+    rest = data[_CHECKSUM_BYTES:]
+    return rest if _checksum(path, rest) == data[:_CHECKSUM_BYTES] else None
 
 
-def _sum(path: Path, rest: bytes) -> bytes:
+def _checksum(path: Path, rest: bytes) -> bytes:
     """Return a checksum of a file's content and name, so that no other file of this user can take its place."""
     return sha256(path.name.encode() + rest).digest()
 
@@ -81,17 +81,17 @@ def _write(path: Path, rest: bytes) -> None:
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_sum(path, rest) + rest)
+                file.write(_checksum(path, rest) + rest)
             os.replace(name, path)
         except OSError:
             os.unlink(name)
             raise
     except OSError as error:
-        _tell_not_kept(path.parent, error.strerror or str(error))
+        _warn_not_kept(path.parent, error.strerror or str(error))
 
 
 @cache
-def _tell_not_kept(folder: Path, reason: str) -> None:
+def _warn_not_kept(folder: Path, reason: str) -> None:
     """Log, once, that every start compiles again."""
     log.warning(
         "compiled code cannot be kept in %s: %s; every start compiles it again, which takes seconds: make that folder "

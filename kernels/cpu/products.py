@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.isa import Isa, best_isa, needed_isa
-from kernels.cpu.layout import AHEAD, BLOCKS, COUNTERS, GROUP, LARGEST_CODE, PREPARE, TILE, TILES, TINY, prepared_size
+from kernels.cpu.layout import (
+    AHEAD,
+    BLOCKS,
+    COUNTERS,
+    GROUP,
+    LARGEST_CODE,
+    PREPARE_ARGS,
+    TILE,
+    TILES_ARGS,
+    TINY,
+    prepared_size,
+)
 from kernels.cpu.rows import row_function
 
 MAX_ROWS = 64
@@ -221,7 +232,7 @@ def part_of(isa: Isa, kind: str, wide: bool = False) -> dict[str, Callable[[], A
 
 
 def products_module(isa: Isa, kind: str, wide: bool = False) -> Any:
-    """Write `tiles_<kind>` of TILES, `prepare` of PREPARE, and `product`, which calls them in all threads.
+    """Write `tiles_<kind>` of TILES_ARGS, `prepare` of PREPARE_ARGS, and `product`, which calls them in all threads.
 
     `wide`: results are float32.
     """
@@ -235,10 +246,10 @@ def products_module(isa: Isa, kind: str, wide: bool = False) -> Any:
     given = part.fields(part.args["array"], _PRODUCT)
     (write_tiles if isa.has_tiles else write_products)(module, kind, wide)
     # Each thread prepares the rows for itself: they are few.
-    part.run("prepare", *(given[name] for name in PREPARE))
+    part.run("prepare", *(given[name] for name in PREPARE_ARGS))
     with part.chunks(given["chunks"], given["counters"]) as chunk:
         given["first"], given["last"] = part.bounds(chunk, given["chunk"], given["tiles"])
-        part.run(f"tiles_{kind}", *(given[name] for name in TILES))
+        part.run(f"tiles_{kind}", *(given[name] for name in TILES_ARGS))
     part.done()
     write_call(module, "product", _PRODUCT, "part")
     return optimized(module, is_straight=not isa.has_tiles)

@@ -12,14 +12,14 @@ from llvmlite import ir
 from kernels.cpu.code import F32, I8, I16, I32, I64, Code, Variable
 from kernels.cpu.layout import GROUP, LANES, LARGEST_CODE, MAX_BEST, TINY
 
-NORM = ("x", "weight", "out", "count", "size", "eps")
+NORM_ARGS = ("x", "weight", "out", "count", "size", "eps")
 """Arguments of `norm`, all int64: addresses, rows, columns, and the bits of a float32."""
-_RANKS = ("ranks", "count", "size", "ids", "tokens", "scores", "best")
-"""Arguments of `ranks`, all int64: address of rows of ranks, number of rows, numbers in a row, addresses of ids and of
+_TOP_K_ARGS = ("values", "count", "size", "ids", "tokens", "scores", "best")
+"""Arguments of `top_k`, all int64: address of rows of values, number of rows, numbers in a row, addresses of ids and of
 both results, and how many of a row are wanted."""
-_FIND = ("w", "groups", "codes", "scales", "found")
+_FIND_ARGS = ("w", "groups", "codes", "scales", "found")
 """Arguments of `find`, all int64: address of weights, number of groups, addresses of int8 codes and float32 scales, and
-address of the result: how many groups from the first on lie on levels."""
+address of the result: how many leading groups are exactly codes times a scale, rounded."""
 _PLACES = 4 * MAX_BEST
 """Offset on the stack of the places of the best numbers in their row, after their values, best first."""
 _LEAST = float("-inf")
@@ -28,7 +28,7 @@ _NEAREST = 4
 
 
 def write_norm(code: Code) -> None:
-    """Write the body of `norm`, a function of NORM."""
+    """Write the body of `norm`, a function of NORM_ARGS."""
     args, build = code.args, code.build
     eps = build.bitcast(build.trunc(args["eps"], I32), F32)
     with code.loop(0, args["count"]) as row:
@@ -53,10 +53,10 @@ def norm_row(code: Code, source: Any, target: Any, weight: Any, size: Any, eps: 
         code.store_halves(scaled, target, code.times(column, 2))
 
 
-def _write_ranks(code: Code) -> None:
+def _write_top_k(code: Code) -> None:
     args, kept = code.args, code.room(8 * MAX_BEST)
     with code.loop(0, args["count"]) as row:
-        place = code.plus(args["ranks"], code.times(code.times(row, args["size"]), 4))
+        place = code.plus(args["values"], code.times(code.times(row, args["size"]), 4))
         skipped = code.times(code.times(row, args["best"]), 4)
         found = _find_best(code, place, kept)
         share = _log_sum(code, place, kept)
@@ -86,7 +86,7 @@ def _find_best(code: Code, row: Any, kept: Any) -> Any:
 
 
 def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, kept: Any) -> None:
-    """Insert a number after all that are as large; smaller ones move by one, and the last is dropped if need be."""
+    """Insert a number after all that are as large; smaller ones move by one, the last is dropped if all are full."""
     args, build = code.args, code.build
     at = code.variable(code.least(found.get(), code.plus(args["best"], -1)))
     with code.again() as go_on_if:
@@ -176,5 +176,5 @@ def _try(code: Code, at: Any, group: Any, scale: Any, is_open: Variable) -> None
         is_open.set(I64(0))
 
 
-FUNCTIONS = {"norm": (NORM, write_norm), "ranks": (_RANKS, _write_ranks), "find": (_FIND, _write_find)}
+FUNCTIONS = {"norm": (NORM_ARGS, write_norm), "top_k": (_TOP_K_ARGS, _write_top_k), "find": (_FIND_ARGS, _write_find)}
 """Arguments and writer of each function."""

@@ -1,4 +1,4 @@
-"""Functions of rows on a CPU that are called on their own: RMS norms, and the best few of ranks.
+"""Functions of rows on a CPU that are called on their own: RMS norms, and top k.
 
 Their code is in kernels.cpu.row_code, which needs LLVM and is imported when they are compiled.
 """
@@ -37,29 +37,29 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def fits_ranks(ranks: Tensor, best: int) -> bool:
-    """Whether `best_of` takes these ranks."""
-    is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous()
+def fits_top_k(values: Tensor, best: int) -> bool:
+    """Whether `write_top_k` takes these values."""
+    is_served = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
     return (
-        is_served and best_isa() is not None and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
+        is_served and best_isa() is not None and values.shape[1] % LANES == 0 and best <= min(MAX_BEST, values.shape[1])
     )
 
 
-def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
+def write_top_k(values: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
     """Write ids and log softmax of the largest numbers of each row, largest first; among equals, the earlier first.
 
     Args:
-        ranks: float32 [M, N]; ranks of -inf are never chosen. A row with a NaN has no best.
+        values: float32 [M, N]; values of -inf are never chosen. A row with a NaN has no best.
         ids: int32 [N], the id of each place.
         tokens: int32 [M, k], contiguous; -1 where there are no more.
         scores: float32 [M, k], contiguous, at most 0; -inf where there are no more.
     """
-    row_function(needed_isa(), "ranks")(
-        ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
+    row_function(needed_isa(), "top_k")(
+        values.data_ptr(), *values.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
     )
 
 
-def prepare_ranks() -> None:
-    """Compile `best_of` before it is needed, if it can run here."""
+def prepare_top_k() -> None:
+    """Compile `write_top_k` before it is needed, if it can run here."""
     if (isa := best_isa()) is not None:
-        row_function(isa, "ranks")
+        row_function(isa, "top_k")

@@ -1,7 +1,7 @@
 """Decoder layers of few rows on a CPU as one function: threads enter it once, and go through all layers.
 
 A layer has five phases (norm and q, k, v; attention; output; norm and gate; down). A phase is cut into chunks, which
-threads take from a shared counter as they come, so that nobody waits for a thread that the system has not let run.
+threads take from a shared counter, so that none waits for a thread that the system has not scheduled.
 After a phase, threads wait for its chunks by spinning: that takes less than a microsecond, while waking up takes tens.
 
 A row's result does not depend on the rows beside it: sums run over columns and keys in order, and a key that a row does
@@ -27,10 +27,10 @@ from kernels.cpu.layout import (
     COUNTERS,
     KEYS,
     LANES,
-    LAYER,
+    LAYER_FIELDS,
     LINE,
     PHASES,
-    RUN,
+    RUN_ARGS,
     TILE,
     StackShape,
     chunk_of,
@@ -41,9 +41,9 @@ from kernels.cpu.rows import row_function
 
 
 class LayerWeights(NamedTuple):
-    """A layer's norms in float32, and its matrices. If the input of q, k and v is given, there is no `attention_norm`.
+    """A layer's norms in float32, and its matrices. No `attention_norm` if the shape has `given` columns.
 
-    `qkv_bias` float32 [num_all * head_dim], `qk_norm` float32 [num_heads + num_kv_heads, head_dim].
+    `qkv_bias` float32 [num_qkv_heads * head_dim], `qk_norm` float32 [num_heads + num_kv_heads, head_dim].
     """
 
     attention_norm: Tensor | None
@@ -83,15 +83,15 @@ class DecoderStack:
         row_function(isa, "norm")
         _compiled(isa, shape, products.num_threads())
         # After the last layer, its weights are prefetched again, and not used.
-        self._table = np.zeros((len(layers) + 1, len(LAYER)), np.int64)
+        self._table = np.zeros((len(layers) + 1, len(LAYER_FIELDS)), np.int64)
         for row, layer in zip(self._table, [*layers, layers[-1]], strict=True):
             found = {name: _address(value) for name, value in layer._asdict().items()}
-            row[:] = [found.get(name, 0) for name in LAYER]
+            row[:] = [found.get(name, 0) for name in LAYER_FIELDS]
         self._known: tuple[tuple[Sequence[Tensor], Sequence[Tensor]], NDArray[np.int64]] = ((), ()), self._table
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a forward for which this is the fastest way: any number if codes are multiplied as they are."""
+        """Most rows of a forward for which this is the fastest way: any number if codes are multiplied unconverted."""
         return sys.maxsize if needed_isa().has_dots(self.shape.kind) else MAX_ROWS
 
     def plan(
@@ -116,7 +116,7 @@ class DecoderStack:
         if known[0] is not caches[0] or known[1] is not caches[1]:
             table = self._table.copy()
             for name, tensors in zip(("keys", "values"), caches, strict=True):
-                table[:-1, LAYER.index(name)] = [tensor.data_ptr() for tensor in tensors]
+                table[:-1, LAYER_FIELDS.index(name)] = [tensor.data_ptr() for tensor in tensors]
             self._known = caches, table
         return StackPlan(self.shape, table.copy(), queries, own_slots, positions, angles)
 
@@ -169,7 +169,7 @@ def _address(value: Tensor | Packed | None) -> int:
 
 
 class Ends(NamedTuple):
-    """Arguments of a step of a draft head: the address of HEAD, 0 for none, and bytes that its product prepares."""
+    """Arguments of a step of a draft head: the address of its HEAD_ARGS or 0, and its product's prepared bytes."""
 
     address: int
     prepared: int
@@ -210,7 +210,7 @@ class StackPlan:
         self._queries, self._items = np.array(lines, np.int64), np.array(items, np.int64)
         self._most_keys = max(line[1] for line in lines)
         self._kept = (queries, masks, angles, own_slots, positions)
-        self._fields = dict.fromkeys(RUN, 0)
+        self._fields = dict.fromkeys(RUN_ARGS, 0)
         self._fields |= {
             "rows": rows, "cos": angles[0].data_ptr(), "sin": angles[1].data_ptr(), "slots": own_slots.data_ptr(),
             "positions": positions.data_ptr(), "items": self._items.ctypes.data, "num_items": len(items),
@@ -241,7 +241,7 @@ class StackPlan:
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
         places, size = _scratch(self._isa, shape, rows, self._threads, ends.prepared)
         size += (self._most_keys + KEYS + 1) * LINE
-        qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
+        qkv, wide = shape.num_qkv_heads * shape.head_dim, shape.num_heads * shape.head_dim
         shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
         memory = _spare.take(size * self._threads + shared + counted)
         heads = memory.data_ptr() + -memory.data_ptr() % LINE
@@ -292,7 +292,7 @@ class _Spare:
 
 
 _spare = _Spare()
-_TAP = LAYER.index("tap")
+_TAP = LAYER_FIELDS.index("tap")
 
 
 def _room(size: int) -> int:
@@ -347,7 +347,7 @@ def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared
 
 @cache
 def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
-    """Return the compiled function `run`, of RUN and threads."""
+    """Return the compiled function `run`, of RUN_ARGS and threads."""
     from kernels.cpu import code
     from kernels.cpu.layer_code import layers_module
 
@@ -355,4 +355,4 @@ def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
         return code.optimized(layers_module(isa, shape, threads))
 
     parts = products.part_of(isa, shape.kind) | {f"layers {shape} {threads}": layers}
-    return code.function(code.compiled(isa, parts), "run", len(RUN) + 2)
+    return code.function(code.compiled(isa, parts), "run", len(RUN_ARGS) + 2)

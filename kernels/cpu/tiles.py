@@ -24,9 +24,9 @@ from kernels.cpu.layout import (
     GROUP,
     LANES,
     LARGEST_CODE,
-    PREPARE,
+    PREPARE_ARGS,
     TILE,
-    TILES,
+    TILES_ARGS,
     float_bits,
 )
 
@@ -40,8 +40,8 @@ _PRODUCT, _X, _W = range(3)
 
 
 def write_tiles(module: Module, kind: str, wide: bool = False) -> None:
-    """Write `tiles_<kind>` of TILES and `prepare` of PREPARE, for any number of rows. `wide`: results stay float32,
-    except for "four"."""
+    """Write `tiles_<kind>` of TILES_ARGS and `prepare` of PREPARE_ARGS, for any number of rows. `wide`: results stay
+    float32, except for "four"."""
     {"four": _write_four, "eight": _write_eight, "half": _write_half}[kind](module, wide)
 
 
@@ -55,8 +55,8 @@ def _rows_from(code: Code, first: Any, count: Any) -> dict[str, Any]:
 
 
 def call_variants(module: Module, name: str, names: Sequence[str], variants: Sequence[int], prepared: int) -> None:
-    """Write a function of TILES or PREPARE for any number of rows. It passes as many rows at a time as the last variant
-    takes to the smallest variant of `name` that takes them. Each row and block has `prepared` prepared bytes."""
+    """Write a function of TILES_ARGS or PREPARE_ARGS for any number of rows: it passes as many at a time as the last
+    variant takes to the smallest variant of `name` that takes them. `prepared`: prepared bytes of a row and block."""
     code = Code(module, name, names)
     args = code.args
     with code.loop(0, args["count"], variants[-1]) as row:
@@ -105,9 +105,9 @@ _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 def _write_four(module: Module, wide: bool) -> None:
     for rows in _FOUR_VARIANTS:
-        _write_sums(Code(module, f"prepare_{rows}", PREPARE), rows)
-        _write_four_rows(Code(module, f"tiles_four_{rows}", TILES), rows)
-    for name, names in (("tiles_four", TILES), ("prepare", PREPARE)):
+        _write_sums(Code(module, f"prepare_{rows}", PREPARE_ARGS), rows)
+        _write_four_rows(Code(module, f"tiles_four_{rows}", TILES_ARGS), rows)
+    for name, names in (("tiles_four", TILES_ARGS), ("prepare", PREPARE_ARGS)):
         call_variants(module, name, names, _FOUR_VARIANTS, 4)
 
 
@@ -206,7 +206,7 @@ _EIGHT_VARIANTS = (1, 2, 4, CODES_ROWS)
 _EIGHT = BLOCKS["eight"]
 _EIGHT_FETCHED = 16
 SCALES = TILE * GROUP
-"""Bytes of codes in a block, which its scales follow; the same for rows."""
+"""Bytes of codes in a block; its scales come after them. The same for rows."""
 LOW_BITS = 7
 _LEAST = 2.0**-90
 """Groups whose largest number is below this count as zeros: its inverse would not fit in float32."""
@@ -216,10 +216,10 @@ _BEHIND = 2
 
 
 def _write_eight(module: Module, wide: bool) -> None:
-    _write_codes(Code(module, "prepare", PREPARE))
+    _write_codes(Code(module, "prepare", PREPARE_ARGS))
     for rows in _EIGHT_VARIANTS:
-        _write_eight_rows(Code(module, f"tiles_eight_{rows}", TILES), rows, wide)
-    call_variants(module, "tiles_eight", TILES, _EIGHT_VARIANTS, CODES // CODES_ROWS)
+        _write_eight_rows(Code(module, f"tiles_eight_{rows}", TILES_ARGS), rows, wide)
+    call_variants(module, "tiles_eight", TILES_ARGS, _EIGHT_VARIANTS, CODES // CODES_ROWS)
 
 
 def _write_codes(code: Code) -> None:
@@ -307,13 +307,13 @@ _HALF_X, _HALF_W = 4, 6
 
 def _write_half(module: Module, wide: bool) -> None:
     """Write products of 32 rows at a time with each pair of weight tiles, and then of the rest. Nothing is prepared."""
-    Code(module, "prepare", PREPARE).done()
+    Code(module, "prepare", PREPARE_ARGS).done()
     for groups in (1, 2):
-        code = Code(module, f"tiles_half_{groups}", TILES)
+        code = Code(module, f"tiles_half_{groups}", TILES_ARGS)
         _Half(code, groups, wide).write()
         code.tile("tilerelease")
         code.done()
-    code = Code(module, "tiles_half", TILES)
+    code = Code(module, "tiles_half", TILES_ARGS)
     whole = code.build.and_(code.args["count"], I64(-2 * _ROWS))
     left = code.minus(code.args["count"], whole)
     with code.when(code.build.icmp_signed(">", whole, I64(0))):

@@ -2,11 +2,11 @@
 
 If available, AVX-512's dot products of bytes (VNNI) multiply weights of four and eight bits. Rows become integers with
 a scale for each group of 32 columns: 8 bits for four-bit weights, 15 bits in two parts for eight-bit weights, as in
-kernels.cpu.tiles. Weights stay codes, as bytes from 0 on: an instruction multiplies four codes of each weight row by a
+kernels.cpu.tiles. Weights stay codes, as unsigned bytes: an instruction multiplies four codes of each weight row by a
 part of a row's integers, and adds them up. Sums of a group are exact, and are scaled in float32, group by group.
 
-All others are converted to float32 in registers, and multiplied by one number of each row. Sums run over columns in
-order.
+All other weights are converted to float32 in registers, and multiplied by one number of each row. Sums run over columns
+in order.
 
 So a row's result does not depend on the rows beside it. Few rows take several tiles of weights at once: while a sum
 waits for its last addition, others proceed.
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from kernels.cpu.code import F32, I32, VECTOR, WORDS, Code, Module, Variable, words
 from kernels.cpu.isa import Isa
-from kernels.cpu.layout import BLOCKS, DOT_PARTS, DOT_SCALES, FLOATS, GROUP, LANES, PREPARE, TILES
+from kernels.cpu.layout import BLOCKS, DOT_PARTS, DOT_SCALES, FLOATS, GROUP, LANES, PREPARE_ARGS, TILES_ARGS
 from kernels.cpu.tiles import LOW_BITS, SCALES, bytes_of, call_variants, integers_of, scales_of, write_out
 
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
@@ -31,18 +31,18 @@ _FRACTION, _ONE = 0xF << 19, 0x3F800000
 _WORD = 4
 """Codes that an instruction adds up."""
 _NIBBLES = 0x0F0F0F0F
-_MIDDLE = 128
-"""Added to eight-bit weights, which are signed, to make bytes from 0 on."""
+_SIGN_OFFSET = 128
+"""Added to eight-bit weights, which are signed, to make unsigned bytes."""
 
 
 def write_products(module: Module, kind: str, wide: bool = False) -> None:
-    """Write `prepare` of PREPARE and `tiles_<kind>` of TILES. `wide`: results stay float32."""
+    """Write `prepare` of PREPARE_ARGS and `tiles_<kind>` of TILES_ARGS. `wide`: results stay float32."""
     weights = (_DOTS if module.isa.has_dots(kind) else _WIDENED)[kind]
     variants = _TILES_OF_AVX2 if module.isa is Isa.AVX2 else weights.tiles_of
     for rows, tiles in variants.items():
-        _write_prepare(Code(module, f"prepare_{rows}", PREPARE), weights, rows)
-        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES), weights, BLOCKS[kind], rows, tiles, wide)
-    for name, names in (("prepare", PREPARE), (f"tiles_{kind}", TILES)):
+        _write_prepare(Code(module, f"prepare_{rows}", PREPARE_ARGS), weights, rows)
+        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES_ARGS), weights, BLOCKS[kind], rows, tiles, wide)
+    for name, names in (("prepare", PREPARE_ARGS), (f"tiles_{kind}", TILES_ARGS)):
         call_variants(module, name, names, [*variants], weights.prepared)
 
 
@@ -160,14 +160,14 @@ class _WideFour(_Wide):
     def __init__(self, code: Code, block: Any) -> None:
         super().__init__(code, block)
         scale, middle = scales_of(code, block)
-        self.moved, self.scale = code.fma(scale, code.number(-24.0), middle), code.build.fmul(scale, code.number(16.0))
+        self.offset, self.scale = code.fma(scale, code.number(-24.0), middle), code.build.fmul(scale, code.number(16.0))
 
     def wide(self, bits: Any, column: int) -> Any:
         """Return a column of these words as float32; even columns are in the lower half of a word."""
         shift = 19 - (4 * (column // 2) + 16 * (column % 2))
         bits = (self.build.shl if shift > 0 else self.build.lshr)(bits, words(abs(shift)))
         bits = self.build.or_(self.build.and_(bits, words(_FRACTION)), words(_ONE))
-        return self.code.fma(self.build.bitcast(bits, VECTOR), self.scale, self.moved)
+        return self.code.fma(self.build.bitcast(bits, VECTOR), self.scale, self.offset)
 
 
 class _WideEight(_Wide):
@@ -206,7 +206,7 @@ class _Codes(_Weights):
         total = code.call("llvm.vector.reduce.add.v16i32", I32, code.build.add(*integers))
         at_scale = code.plus(target, code.times(row, 4), cls.parts * GROUP * rows)
         code.store(scale, at_scale)
-        code.store(cls.moved_by(code, total, scale), at_scale, 4 * rows)
+        code.store(cls.offset_of(code, total, scale), at_scale, 4 * rows)
 
     @classmethod
     def clear(cls, code: Code, target: Any, row: Any, rows: int) -> None:
@@ -224,12 +224,12 @@ class _Codes(_Weights):
 
     @staticmethod
     @abstractmethod
-    def moved_by(code: Code, total: Any, scale: Any) -> Any:
+    def offset_of(code: Code, total: Any, scale: Any) -> Any:
         """Return the 32-bit offset of a row's sums for each group, from the sum of its integers."""
 
     @abstractmethod
-    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
-        """Add this block to a row's total; takes its sums, and the addresses of its scale and of `moved_by`."""
+    def add_to(self, total: Any, sums: Any, scale: Any, offset: Any) -> Any:
+        """Add this block to a row's total; takes its sums, and the addresses of its scale and of `offset_of`."""
 
     def sums_of(self, row: Any) -> Any:
         """Return the products of a row's codes, at address `row`, and the weights' codes, added up."""
@@ -252,21 +252,21 @@ class _FourCodes(_Codes):
     def __init__(self, code: Code, block: Any) -> None:
         super().__init__(code, block)
         self.scale, middle = scales_of(code, block)
-        self.moved = code.fma(self.scale, code.number(-8.0), middle)
+        self.offset = code.fma(self.scale, code.number(-8.0), middle)
         self.codes = []
         for word in range(GROUP // (2 * _WORD)):
             bits = code.load(WORDS, block, 64 * word)
             self.codes += [self.build.and_(part, words(_NIBBLES)) for part in (bits, self.build.lshr(bits, words(4)))]
 
     @staticmethod
-    def moved_by(code: Code, total: Any, scale: Any) -> Any:
+    def offset_of(code: Code, total: Any, scale: Any) -> Any:
         """Return the sum of the row's numbers."""
         return code.build.fmul(code.build.sitofp(total, F32), scale)
 
-    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
+    def add_to(self, total: Any, sums: Any, scale: Any, offset: Any) -> Any:
         found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
         total = self.code.fma(found, self.scale, total)
-        return self.code.fma(self.moved, self.code.load_same(moved), total)
+        return self.code.fma(self.offset, self.code.load_same(offset), total)
 
 
 class _EightCodes(_Codes):
@@ -282,12 +282,12 @@ class _EightCodes(_Codes):
         self.codes = [self.build.xor(word, words(0x80808080 - (1 << 32))) for word in bits]
 
     @staticmethod
-    def moved_by(code: Code, total: Any, scale: Any) -> Any:
-        """Return the excess of the sum, negated."""
-        return code.build.mul(total, I32(-_MIDDLE))
+    def offset_of(code: Code, total: Any, scale: Any) -> Any:
+        """Return what the sum has too much because of _SIGN_OFFSET, negated."""
+        return code.build.mul(total, I32(-_SIGN_OFFSET))
 
-    def add_to(self, total: Any, sums: Any, scale: Any, moved: Any) -> Any:
-        sums = self.build.add(sums, self.code.same(self.code.load(I32, moved)))
+    def add_to(self, total: Any, sums: Any, scale: Any, offset: Any) -> Any:
+        sums = self.build.add(sums, self.code.same(self.code.load(I32, offset)))
         found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
         return self.code.fma(found, self.scale, total)
 

@@ -148,7 +148,7 @@ def attend_branches(
     last = cached - 1
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    # Keys and values are old, too. One tile of queries prefetches them for all tiles that share them.
+    # So were keys and values. One tile of queries prefetches them for all tiles that share them.
     if PREFETCH and place == 0:
         prefetch_tile(k_head, v_head, table, low, high, last, LINE, DIM, KEYS, PAGE, ON_GPU)
     wait_and_release(PDL)
@@ -225,7 +225,7 @@ def branch_attention(
 
 
 # Short contexts in one launch, for small models, whose launches are short and wait for each other. A program loads the
-# first keys and values into registers before the previous launch ends, since contexts, unlike branches, are old.
+# first keys and values into registers before the previous launch ends, which writes those of branches, not of contexts.
 # Programs that share a tile store their parts in memory, and the last one adds them up.
 
 
@@ -408,10 +408,10 @@ def attend_short(
         products = scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], SQUASH)
         top, mass, acc = softmax_step(products, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
 
-    meeting = (kv_head * tl.num_programs(0) + tile).to(tl.int64)
-    partials += meeting * (SPLITS * ROWS * DIM)
-    stats += meeting * (SPLITS * 2 * ROWS)
-    _combine_last(out, partials, stats, counters + meeting, at, row_ok, top, mass, acc, split, used, DIM, SPLITS)
+    shared_tile = (kv_head * tl.num_programs(0) + tile).to(tl.int64)
+    partials += shared_tile * (SPLITS * ROWS * DIM)
+    stats += shared_tile * (SPLITS * 2 * ROWS)
+    _combine_last(out, partials, stats, counters + shared_tile, at, row_ok, top, mass, acc, split, used, DIM, SPLITS)
 
 
 def short_branch_attention(
@@ -425,10 +425,10 @@ def short_branch_attention(
     tokens = tile_tokens(config, num_heads, kv_heads)
     # Padding may take more tiles than rows can.
     tiles = max(max_tiles(num_tokens, num_rows, max_row_tokens, tokens), ceil_div(num_tokens, tokens))
-    meetings = tiles * kv_heads
-    splits = short_splits(meetings, num_processors(q))
-    floats = meetings * SHORT_SPLITS * config.rows * dim
-    partials, counters = scratch(q.device, floats + meetings * SHORT_SPLITS * config.rows * 2, meetings)
+    shared_tiles = tiles * kv_heads
+    splits = short_splits(shared_tiles, num_processors(q))
+    floats = shared_tiles * SHORT_SPLITS * config.rows * dim
+    partials, counters = scratch(q.device, floats + shared_tiles * SHORT_SPLITS * config.rows * 2, shared_tiles)
     attend_short[(tiles, kv_heads, splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, slots, lens, out,
         partials, partials[floats:], counters,

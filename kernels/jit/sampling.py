@@ -31,7 +31,7 @@ _PROGRAMS = 8
 
 
 @triton.jit
-def _place(index, rows, root, table_rows):
+def _locate(index, rows, root, table_rows):
     """Return whether a token samples, its root and its row in the tables."""
     row = tl.load(rows + index)
     safe_row = tl.maximum(row, 0)
@@ -41,14 +41,14 @@ def _place(index, rows, root, table_rows):
 
 
 @triton.jit
-def _features(floats, ints, vocab_size):
+def _filter_params(floats, ints, vocab_size):
     """Return temperature, top_k, top_p, min_p, whether any of these filters, whether acceptance is lossy."""
     temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
     top_k = tl.load(ints + 3)
     noisy = temperature > 0
     filtered = noisy & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
-    loose = noisy & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
-    return temperature, top_k, top_p, min_p, filtered, loose
+    is_lossy = noisy & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
+    return temperature, top_k, top_p, min_p, filtered, is_lossy
 
 
 @triton.jit
@@ -76,11 +76,11 @@ def _prepare(
 ):  # fmt: skip
     release_and_wait(PDL)
     index, tile = tl.program_id(0), tl.program_id(1)
-    samples, first, table_row = _place(index, rows, root, table_rows)
+    samples, first, table_row = _locate(index, rows, root, table_rows)
     if samples == 0:
         return
     floats, ints = float_params + table_row * 8, int_params + table_row * 8
-    temperature, top_k, top_p, _, filtered, loose = _features(floats, ints, vocab_size)
+    temperature, top_k, top_p, _, filtered, is_lossy = _filter_params(floats, ints, vocab_size)
     flags = tl.load(ints + 5)
     columns = tile * TILE + tl.arange(0, TILE)
     inside = columns < vocab_size
@@ -112,7 +112,7 @@ def _prepare(
     scores = values
     keep = filtered
     if LOSSY:
-        keep = filtered | loose
+        keep = filtered | is_lossy
     if keep:
         tl.store(processed + wide * processed_stride + columns, values, mask=inside)
     if filtered:
@@ -140,7 +140,7 @@ def _finish(
 ):  # fmt: skip
     release_and_wait(PDL)
     index = tl.program_id(0)
-    samples, _, table_row = _place(index, rows, root, table_rows)
+    samples, _, table_row = _locate(index, rows, root, table_rows)
     if samples == 0:
         tl.store(sampled + index, -1)
         tl.store(bad + index, 0)
@@ -156,10 +156,10 @@ def _finish(
     fails = (unusable > 0) | (top == float("-inf"))
     token = tl.min(tl.where(scores == tl.max(scores, axis=0), best_ids, NO_TOKEN), axis=0)
     floats, ints = float_params + table_row * 8, int_params + table_row * 8
-    _, top_k, top_p, min_p, filtered, loose = _features(floats, ints, vocab_size)
+    _, top_k, top_p, min_p, filtered, is_lossy = _filter_params(floats, ints, vocab_size)
     searched = filtered
     if LOSSY:
-        searched = filtered | loose
+        searched = filtered | is_lossy
     if searched & (fails == 0):
         has_k, has_p, has_m = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
         wide_top = top.to(tl.float64)
@@ -189,7 +189,7 @@ def _finish(
                 values, ids, listed, size, wide_top, border_key, border_id, floor, position, low, high, choice, BLOCK
             )  # fmt: skip
         if LOSSY:  # noqa: SIM102  # decided at compile time
-            if loose:
+            if is_lossy:
                 total = filters.total_weight(values, ids, listed, size, wide_top, border_key, border_id, floor, BLOCK)
                 tl.store(totals + index, wide_top + tl.log(total))
                 filters.drop_filtered(row, vocab_size, wide_top, border_key, border_id, floor, BLOCK)

@@ -31,7 +31,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self.observer: EvictableCount | None = None
-        """Told when a page gets a second owner, and when it has only one left."""
+        """Notified when a page gets a second owner, and when it has only one left."""
 
     @property
     def num_free(self) -> int:
@@ -101,14 +101,14 @@ class EvictableCount:
         self._pool = pool
         self._parents: dict[int, int | None] = {}
         """The page before each page of the tree; None for the first of a sequence."""
-        self._blocks: dict[int, int] = {}
-        """How many things block each page of the tree: its own use, and each blocked page directly behind it."""
+        self._num_blockers: dict[int, int] = {}
+        """What blocks each page of the tree, counted: its own use, and each blocked page directly behind it."""
         pool.observer = self
 
     def add(self, pages: Sequence[int], parent: int | None) -> None:
         """Add a run of pages that the tree took behind `parent`."""
         for page in pages:
-            self._parents[page], self._blocks[page] = parent, 0
+            self._parents[page], self._num_blockers[page] = parent, 0
             self.value += 1
             if self._pool.num_refs(page) > 1:
                 self.shared(page)
@@ -117,29 +117,29 @@ class EvictableCount:
     def remove(self, pages: Sequence[int]) -> None:
         """Remove pages that the tree gives up, which must not be blocked."""
         for page in pages:
-            del self._parents[page], self._blocks[page]
+            del self._parents[page], self._num_blockers[page]
         self.value -= len(pages)
 
     def is_blocked(self, page: int) -> bool:
         """Whether a page of the tree is blocked, and so not counted."""
-        return self._blocks[page] > 0
+        return self._num_blockers[page] > 0
 
     def shared(self, page: int) -> None:
         """Update for a page that got a second owner."""
-        above: int | None = page if page in self._blocks else None
+        above: int | None = page if page in self._num_blockers else None
         while above is not None:
-            self._blocks[above] += 1
-            if self._blocks[above] > 1:
+            self._num_blockers[above] += 1
+            if self._num_blockers[above] > 1:
                 return
             self.value -= 1
             above = self._parents[above]
 
     def unshared(self, page: int) -> None:
         """Update for a page that has one owner left."""
-        above: int | None = page if page in self._blocks else None
+        above: int | None = page if page in self._num_blockers else None
         while above is not None:
-            self._blocks[above] -= 1
-            if self._blocks[above]:
+            self._num_blockers[above] -= 1
+            if self._num_blockers[above]:
                 return
             self.value += 1
             above = self._parents[above]
@@ -266,7 +266,7 @@ class RadixCache:
         return pages
 
     def _walk(self, chunks: list[Chunk]) -> tuple[_Node, int]:
-        """Follow `chunks` as far as the tree knows them, marking the path as just used.
+        """Follow `chunks` as far as the tree has them, marking the path as just used.
 
         Returns:
             The node that ends exactly there, split off if the path ended inside a node, and the number of chunks found.

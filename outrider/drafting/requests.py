@@ -373,7 +373,7 @@ def drafters_of_any_target(drafter: AnyDrafter) -> frozenset[int]:
 
 
 def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
-    """Return the hello that tells a verify engine about the drafter that the options name."""
+    """Return the hello that describes the drafter of the options to a verify engine."""
     needs = drafter.needs
     return Hello(
         PROTOCOL_VERSION,

@@ -110,10 +110,10 @@ class AnswerPhases:
 
 
 class TreeGrowth:
-    """All open trees and their growers: keeps credit, memory, pauses, refusals, and what verify is still to be told.
+    """All open trees and their growers: keeps credit, memory, pauses, refusals, and what must still be sent to verify.
 
-    `TreeGrowth` tells growers what happened to a tree. They ask how many nodes a tree may have, add nodes with `append`
-    or `extend`, and call `refuse` for a tree that they cannot serve. The other growers of that tree go on with it.
+    `TreeGrowth` notifies growers of what happened to a tree. They ask how many nodes a tree may have, add nodes with
+    `append` or `extend`, and call `refuse` for a tree that they cannot serve. Its other growers go on with it.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -248,7 +248,7 @@ class TreeGrowth:
             for grower in self.growers:
                 if not grower.idle:
                     grower.grow(deadline, interrupted, wait=may_wait)
-                    self._tell_others(grower)
+                    self._notify_others(grower)
             # New nodes are sent before anything waits for a device.
             if self._has_due or interrupted():
                 return
@@ -333,7 +333,7 @@ class TreeGrowth:
     def _share_memory(self) -> None:
         self._share = max(1, self.max_nodes // max(1, len(self._counted)))
 
-    def _tell_others(self, grower: Grower) -> None:
+    def _notify_others(self, grower: Grower) -> None:
         for tree in self.unsent.values():
             for other in tree.growers:
                 if other is not grower:

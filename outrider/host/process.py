@@ -79,7 +79,7 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
         await self._writable.wait()
 
     async def lost(self) -> None:
-        """Return when the engine is gone, whether it was told to stop or not."""
+        """Return when the engine is gone, whether it was asked to stop or not."""
         await self._lost.wait()
 
     @property
@@ -121,7 +121,7 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
 
 
 class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
-    """The socket that starts an engine, brings what it serves or why it cannot, and tells it to stop."""
+    """The socket that starts an engine, brings what it serves or why it cannot, and stops it."""
 
     SILENCE: ClassVar[str]
     """The log's words for an engine that stands still, such as "no round has ended"."""
@@ -130,9 +130,9 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         """`decoder`: for `Ready[ServedT] | Refused | FrameT`."""
         super().__init__(decoder)
         self.alive = False
-        """Whether the engine serves; False for good once it is told to stop or is gone."""
+        """Whether the engine serves; False for good once it is asked to stop or is gone."""
         self.stopping = False
-        """Whether the engine was told to stop."""
+        """Whether the engine was asked to stop."""
         self.failed = False
         """Whether the engine hung up while it served."""
         self.num_signs = 0

@@ -48,7 +48,7 @@ _ORDERED_MACHINES = ("x86_64", "AMD64")
 
 
 class RankError(InternalError):
-    """A rank died, hangs, or said that it cannot go on."""
+    """A rank died, hangs, or recorded that it cannot go on."""
 
 
 class RankMemory:
@@ -149,14 +149,14 @@ class RankMemory:
         """Return the bytes of messages that a rank has read."""
         return int(self._numbers[rank, _READ])
 
-    def say(self, words: str) -> None:
+    def record_failure(self, words: str) -> None:
         """Record why this rank cannot go on."""
         data = words.encode()[: _WORDS_BYTES - 1]
         start = self._words + self.rank * _WORDS_BYTES
         self._map[start : start + _WORDS_BYTES] = data.ljust(_WORDS_BYTES, b"\0")
 
-    def said(self, rank: int) -> str:
-        """Return what a rank has recorded with `say`; empty if nothing."""
+    def failure_of(self, rank: int) -> str:
+        """Return why a rank cannot go on, as it has recorded; empty if it has recorded nothing."""
         start = self._words + rank * _WORDS_BYTES
         return self._map[start : start + _WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
 

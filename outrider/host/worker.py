@@ -208,9 +208,9 @@ class BuiltEngine(Generic[ServedT]):
     """An engine that was built but does not run yet."""
 
     served: ServedT
-    """What `Ready` tells the door about the engine."""
+    """The engine's description in `Ready`."""
     run: Callable[[], bool]
-    """Serves the door; returns whether the door said Stop. Otherwise the door hung up or the engine failed."""
+    """Serves the door; returns whether the door sent Stop. Else the door closed the socket or the engine failed."""
 
 
 def run_worker(

@@ -182,7 +182,7 @@ class ExpertMlp:
     def finish_loading(self) -> None:
         """See SelfAttention."""
         if self.exchange is not None and self.exchange.rank:
-            # Only rank 0 adds it.
+            # Only rank 0 adds the bias.
             self.down.bias = None
         self.router.pack()
         self.gate_up.pack()
@@ -192,7 +192,7 @@ class ExpertMlp:
 
 
 class SharedExpert:
-    """A gated MLP for every row, whose output is scaled by a sigmoid of the row's product with `share`."""
+    """A gated MLP for every row, whose output is scaled by a sigmoid of the row's product with `gate_weight`."""
 
     def __init__(
         self, config: ModelConfig, experts: ExpertsConfig, prefix: str, dtype: torch.dtype, device: torch.device
@@ -202,11 +202,11 @@ class SharedExpert:
         self.gate_up = Linear(hidden, 2 * self.size, False, dtype, device, scheme)
         scheme = config.scheme_of(f"{prefix}.shared_expert.down_proj")
         self.down = Linear(self.size, hidden, False, dtype, device, scheme)
-        self.share = torch.empty(1, hidden, dtype=dtype, device=device)
+        self.gate_weight = torch.empty(1, hidden, dtype=dtype, device=device)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Return `residual` [M, hidden] plus the output for `rows` of that shape."""
-        share = functional.linear(rows, self.share).sigmoid()
+        share = functional.linear(rows, self.gate_weight).sigmoid()
         return torch.addcmul(residual, share, self.down(self.gate_up.gated(rows)))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ class SharedExpert:
         found = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         found |= self.down.tensors("down_proj")
         named = {f"shared_expert.{name}": tensor for name, tensor in found.items()}
-        return named | {"shared_expert_gate.weight": self.share}
+        return named | {"shared_expert_gate.weight": self.gate_weight}
 
     def finish_loading(self) -> None:
         """See SelfAttention."""

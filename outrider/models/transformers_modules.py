@@ -35,7 +35,7 @@ Replacement = Callable[[Tensor], Tensor]
 ATTENTION = "outrider"
 """The name of our attention in transformers."""
 NOTED_ATTENTION = "outrider-noted"
-"""The name of the same attention with masks made by transformers, for looking at how a model attends."""
+"""The name of the same attention with masks made by transformers, for the survey of how a model attends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def survey_model(folder: Path) -> Survey:
     # In some configurations this is an alias of another field.
     positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
     max_positions = get_int(positions, _POSITIONS, minimum=2)
-    notes = _look_at_masks(name, base, model, max_positions)
+    notes = _inspect_masks(name, base, model, max_positions)
     num_heads, kv_heads, key_sizes, value_sizes = zip(*notes.sizes.values(), strict=True)
     head_dim = padded_head_dim(max(*key_sizes, *value_sizes))
     shape = TransformersConfig(
@@ -274,7 +274,7 @@ def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) ->
         raise _unsupported(name, "it takes no position_ids, but counts positions in transformers' own cache")
 
 
-def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
+def _inspect_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
     """Return notes of a forward with transformers' masks, which show windows. Raises ConfigError for other masks."""
     notes = _Notes(max_positions)
     model.set_attn_implementation(NOTED_ATTENTION)

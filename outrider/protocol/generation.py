@@ -232,7 +232,7 @@ class Usage(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_reasoning_tokens: int = 0
-    """Committed tokens of reasoning, if reasoning is told apart from answers."""
+    """Committed tokens of reasoning, if reasoning is separated from answers."""
     num_committed_tokens: int = 0
     """Tokens that the rounds committed, including those behind a stop string."""
 

@@ -41,8 +41,10 @@ _FIXED_SIZES = {1: 8, 5: 4}
 _MAX_PARTS = 4096
 """Most messages or fields of a request examined to find the wrong one, since decoding runs in the event loop."""
 _MAX_UNKNOWN_BYTES = 65536
-_STRANGER_LOG_SECONDS = 10.0
-_STRANGER = UnauthenticatedError("", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'")
+_REFUSAL_LOG_SECONDS = 10.0
+_UNAUTHENTICATED = UnauthenticatedError(
+    "", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'"
+)
 
 _logger = logs.get_logger(__name__)
 
@@ -66,13 +68,13 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """With `for_peers`, callers may say on whose behalf they call.
 
-        `on_refused` is called for calls that are refused before a handler sees them.
+        `on_refused` is called for calls that are refused before a handler gets them.
         """
         self.message_seconds = message_seconds
         self.max_message_bytes = max_message_bytes
         self.on_refused = on_refused
-        self.strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
-        """Warnings of calls without a valid token, throttled: a caller with a wrong token retries again and again."""
+        self.refusal_warnings = logs.ThrottledWarnings(_logger, _REFUSAL_LOG_SECONDS)
+        """Warnings of calls without a valid token, throttled: a caller with a wrong token retries forever."""
         self._auth_tokens = auth_tokens
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
@@ -130,9 +132,9 @@ class _BoundaryCall:
         else:
             client.set(self.client)
         if not self.authorized:
-            self.boundary.strangers.warn("%s refused: missing or wrong bearer token", self.method)
-            self._count(_STRANGER)
-            await context.abort(*status_from_error(_STRANGER, self.request_id))
+            self.boundary.refusal_warnings.warn("%s refused: missing or wrong bearer token", self.method)
+            self._count(_UNAUTHENTICATED)
+            await context.abort(*status_from_error(_UNAUTHENTICATED, self.request_id))
 
     async def read(self, context: Any) -> Any:
         """Read the message of a call that has one, within a time limit, which grpc itself does not have."""
@@ -151,7 +153,7 @@ class _BoundaryCall:
             text = f"the message did not arrive within {seconds:g} s; send it faster"
             raise DeadlineError(text, code="request_timeout") from None
         if message is grpc.aio.EOF:
-            # If the message was too large, grpc tells the sender, but not this side.
+            # If the message was too large, grpc reports that to the sender, but not here.
             text = f"the call ended without a message of at most {most} bytes"
             raise InvalidRequestError("", text, "send one", code="no_message")
         return message
@@ -182,7 +184,7 @@ class _BoundaryCall:
         code, message, metadata = status_from_error(public_error, self.request_id)
         try:
             await context.abort(code, message, metadata)
-        except grpc.aio.InternalError as lost:  # the peer is gone, but the context did not know yet
+        except grpc.aio.InternalError as lost:  # the peer is gone, but the context was not marked yet
             raise asyncio.CancelledError from lost
         raise AssertionError("unreachable: abort always raises")
 

@@ -1,4 +1,4 @@
-"""Lifecycle of a service process: logging, signals, exit codes, and the ready file that tells its addresses."""
+"""Lifecycle of a service process: logging, signals, exit codes, and the ready file with its addresses."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def error_from_rpc(
     status = _decode_status(error)
     info = _detail(status, error_details_pb2.ErrorInfo)
     # Refused credentials are a fault of this side's setup, not of the request: `_from_status` says so.
-    is_stranger = error.code() is grpc.StatusCode.UNAUTHENTICATED
-    if status is not None and info is not None and info.domain == DOMAIN and not is_stranger:
+    is_unauthenticated = error.code() is grpc.StatusCode.UNAUTHENTICATED
+    if status is not None and info is not None and info.domain == DOMAIN and not is_unauthenticated:
         return _from_details(error.code(), status, info)
     return _from_status(error.code(), details_of(error), peer, names_addresses)
 

@@ -1,7 +1,7 @@
 """The shared noise of drafter-invariant sampling: Gumbel variates that any process can compute from a key.
 
 Verify adds the noise to the processed logits and takes the argmax; a drafter adds the same noise to its own guesses
-and so knows which of them are lucky (docs/sampling.md). The generator is Philox 4x32-10 (Salmon et al., SC 2011):
+and so prefers what the noise favours (docs/sampling.md). The generator is Philox 4x32-10 (Salmon et al., SC 2011):
 
     key      the 64-bit seed as two 32-bit words, low word first
     counter  (token_id // 4, position, choice_index, 0)

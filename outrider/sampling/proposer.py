@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.head_step import Ranking
 from kernels.cpu.layout import MAX_BEST
-from kernels.cpu.rows import best_of, fits_ranks, prepare_ranks
+from kernels.cpu.rows import fits_top_k, prepare_top_k, write_top_k
 from kernels.proposals import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
@@ -136,7 +136,7 @@ class HostProposer:
         self._params = [SamplingParams(temperature=0.0)] * num_rows
         self._rank_by_noise = rank_by_noise
         self._scale = scale
-        prepare_ranks()
+        prepare_top_k()
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Give a row to a request."""
@@ -158,8 +158,8 @@ class HostProposer:
         if self._illegal is not None:
             logits.masked_fill_(self._illegal, -torch.inf)
         count = tokens.shape[1]
-        if fits_ranks(logits, count):
-            best_of(logits, self._ids, tokens, scores)
+        if fits_top_k(logits, count):
+            write_top_k(logits, self._ids, tokens, scores)
             absent = (rows < 0)[:, None]
             tokens.masked_fill_(absent, -1)
             scores.masked_fill_(absent, -torch.inf)

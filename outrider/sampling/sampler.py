@@ -260,7 +260,7 @@ class RequestSampler:
         self._noise: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
     @cached_property
-    def _goes_on(self) -> NDArray[np.bool_] | None:
+    def _non_ending(self) -> NDArray[np.bool_] | None:
         """Mask of the tokens that do not end the answer; None if the answer has no minimum length."""
         return ~np.isin(np.arange(self.vocab_size), list(self._end.token_ids)) if self._end.min_tokens else None
 
@@ -269,7 +269,7 @@ class RequestSampler:
         return TokenHistory(self._prompt_ids, self.vocab_size) if self.params.penalized else None
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Append committed tokens to the output that penalties see."""
+        """Append committed tokens to the output that penalties count."""
         if self._history is not None:
             self._history.extend(token_ids)
         self._length += len(token_ids)
@@ -294,8 +294,8 @@ class RequestSampler:
         for a lossy `rule`; the exact rule ignores them.
         Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
         """
-        if self._goes_on is not None and position < self._min_length:
-            mask = self._goes_on if mask is None else self._goes_on & mask
+        if self._non_ending is not None and position < self._min_length:
+            mask = self._non_ending if mask is None else self._non_ending & mask
         candidates = self._processor.process(self._row(logits_row), self._history, path, mask)
         if children and rule.applies_to(self.params):
             return choose(candidates, children, self.params, position, rule)

@@ -24,13 +24,13 @@ class Outcome(Enum):
     MISS = "miss"
     """The committed path is not in the tree, or verify lost part of it; a new epoch began."""
     STALE = "stale"
-    """The commit tells nothing new."""
+    """All tokens of the commit were known."""
     GAP = "gap"
-    """Tokens before the commit are unknown; only opening the request again helps."""
+    """Tokens before the commit are missing; the request must be opened again."""
 
 
 class Node(NamedTuple):
-    """A draft token and where it hangs."""
+    """A draft token and its place in the tree."""
 
     parent: int
     token: int
@@ -81,7 +81,7 @@ class TreeAuthor:
 
     @property
     def committed_len(self) -> int:
-        """Committed tokens that the author knows."""
+        """Number of committed tokens received."""
         return len(self.tokens)
 
     @property
@@ -102,7 +102,7 @@ class TreeAuthor:
         self.tokens.extend(new_tokens)
         walked = self._walk(new_tokens)
         if self.epoch < commit.epoch < _MAX_EPOCH:
-            # Verify believes in an epoch that never began here, and drops messages of this one.
+            # Verify's epoch never began here, so it drops messages of this one.
             self.epoch = commit.epoch
             walked = None
         if walked is None or self._lost(commit, walked[-1]):
@@ -157,18 +157,18 @@ class TreeAuthor:
     def extend(self, parents: list[int], tokens: list[int], scores: list[float], source: int) -> int | None:
         """Append nodes with consecutive ids at once, and return the first id; a parent may be an earlier one of them.
 
-        None, and no change, if `add` would refuse one of the nodes or there is a guide to ask. The caller must make
+        None, and no change, if `add` would refuse one of the nodes or if there is a guide. The caller must make
         sure that no parent gets two children with the same token.
         """
         first, bulk, count = self.next_id, self._bulk, len(tokens)
-        late = first - len(bulk.parents)
+        first_bulk = first - len(bulk.parents)
         if self.guide is not None or not 0 < count <= self.credit - self.num_live:
             return None
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             return None
         if not (max(scores) <= 0.0 and sum(scores) >= _MIN_EDGE_SCORE):  # a sum is finite only if all of them are
             return None
-        if not self._nodes.keys() >= {parent for parent in parents if not late <= parent < first + count}:
+        if not self._nodes.keys() >= {parent for parent in parents if not first_bulk <= parent < first + count}:
             return None
         bulk.parents.extend(parents)
         bulk.tokens.extend(tokens)
@@ -188,10 +188,12 @@ class TreeAuthor:
 
     def since(self, first: int) -> list[tuple[int, int, int]]:
         """Return id, parent and source of the live nodes from id `first` on, except the epoch's node 0."""
-        nodes, bulk, late = self._nodes, self._bulk, self._first_late
-        found = [(one, node[0], node[3]) for one in range(max(first, 1), late) if (node := nodes.get(one)) is not None]
-        start = max(first - late, 0)
-        found += zip(range(late + start, self.next_id), bulk.parents[start:], bulk.sources[start:], strict=True)
+        nodes, bulk, first_bulk = self._nodes, self._bulk, self._first_bulk_id
+        found = [
+            (one, node[0], node[3]) for one in range(max(first, 1), first_bulk) if (node := nodes.get(one)) is not None
+        ]
+        start = max(first - first_bulk, 0)
+        found += zip(range(first_bulk + start, self.next_id), bulk.parents[start:], bulk.sources[start:], strict=True)
         return found
 
     def children(self, node_id: int) -> dict[int, int]:
@@ -209,7 +211,7 @@ class TreeAuthor:
 
     def is_live(self, node_id: int) -> bool:
         """Whether the node is the root or below it."""
-        return node_id in self._nodes or self._first_late <= node_id < self.next_id
+        return node_id in self._nodes or self._first_bulk_id <= node_id < self.next_id
 
     def depth(self, node_id: int) -> int:
         """Return the number of draft tokens from the root to the node."""
@@ -240,7 +242,7 @@ class TreeAuthor:
         return bool(self._untaken) or self._num_bulk_taken < len(self._bulk.parents)
 
     def take(self, max_nodes: int) -> Grow | None:
-        """Return what verify was not told yet, as one message of consecutive ids; call again until None.
+        """Return what was not sent to verify yet, as one message of consecutive ids; call again until None.
 
         Without new nodes, an unacknowledged commit yields an empty message.
         """
@@ -258,7 +260,7 @@ class TreeAuthor:
 
     def _take_bulk(self, max_nodes: int) -> Grow:
         bulk, start = self._bulk, self._num_bulk_taken
-        first, self._num_bulk_taken = self._first_late + start, min(start + max_nodes, len(bulk.parents))
+        first, self._num_bulk_taken = self._first_bulk_id + start, min(start + max_nodes, len(bulk.parents))
         taken = slice(start, self._num_bulk_taken)
         return self._grow(first, bulk.parents[taken], bulk.tokens[taken], bulk.scores[taken], bulk.sources[taken])
 
@@ -304,25 +306,25 @@ class TreeAuthor:
         self._num_bulk_taken = 0
 
     @property
-    def _first_late(self) -> int:
+    def _first_bulk_id(self) -> int:
         """Id of the first node in `_bulk`, which are not in `_nodes` yet."""
         return self.next_id - len(self._bulk.parents)
 
     def _settled(self) -> dict[int, Node]:
         """Move the bulk into `_nodes`, and return all live nodes."""
         if self._bulk.parents:
-            first = self._first_late + self._num_bulk_taken
+            first = self._first_bulk_id + self._num_bulk_taken
             self._bring_bulk(self._nodes)
             self._untaken.update((node_id, self._nodes[node_id]) for node_id in range(first, self.next_id))
         return self._nodes
 
     def _bring_bulk(self, nodes: dict[int, Node], start: int = 0) -> None:
-        """Add the bulk's nodes that hang below `nodes` to them; the other ones are dead.
+        """Move the bulk's nodes that hang below `nodes` into `nodes`, and drop the others, which are dead.
 
         `start`: how many leading nodes of the bulk cannot hang below.
         """
         columns = [column[start:] for column in self._bulk] if start else self._bulk
-        ids = range(self._first_late + start, self.next_id)
+        ids = range(self._first_bulk_id + start, self.next_id)
         for node_id, parent, token, score, source in zip(ids, *columns, strict=True):
             if parent in nodes:
                 nodes[parent][4][token] = node_id
@@ -331,7 +333,7 @@ class TreeAuthor:
 
     def _walk(self, tokens: list[int]) -> list[int] | None:
         """Return the node ids along the committed tokens from the root, or None if the tree lacks one."""
-        nodes, bulk, late = self._nodes, self._bulk, self._first_late
+        nodes, bulk, first_bulk = self._nodes, self._bulk, self._first_bulk_id
         walked, node_id, at = [], self.root, 0
         try:
             for token in tokens:
@@ -341,7 +343,7 @@ class TreeAuthor:
                     at = bulk.parents.index(node_id, at)
                     while bulk.tokens[at] != token:
                         at = bulk.parents.index(node_id, at + 1)
-                    below = late + at
+                    below = first_bulk + at
                 walked.append(below)
                 node_id = below
         except ValueError:
@@ -355,23 +357,23 @@ class TreeAuthor:
     def _reroot(self, walked: list[int]) -> None:
         if self.has_untaken:
             self._settled()
-        old, late = self._nodes, self._first_late
+        old, first_bulk = self._nodes, self._first_bulk_id
         score, depth = self._sums[self.root]
         for node_id in walked:
-            edge = old[node_id].score if node_id < late else self._bulk.scores[node_id - late]
+            edge = old[node_id].score if node_id < first_bulk else self._bulk.scores[node_id - first_bulk]
             score, depth = score + edge, depth + 1
         self.root = root = walked[-1]
-        if root < late:
+        if root < first_bulk:
             nodes = {root: old[root]}
             for node_id, node in old.items():  # parents come before their children
                 if node[0] in nodes:
                     nodes[node_id] = node
         else:
-            at, bulk = root - late, self._bulk
+            at, bulk = root - first_bulk, self._bulk
             nodes = {root: Node(bulk.parents[at], bulk.tokens[at], bulk.scores[at], bulk.sources[at], {})}
         self._nodes = nodes
         if self._bulk.parents:
-            self._bring_bulk(nodes, max(root + 1 - late, 0))
+            self._bring_bulk(nodes, max(root + 1 - first_bulk, 0))
         known = self._sums.items() if len(self._sums) > 1 else ()
         self._sums = {node_id: summed for node_id, summed in known if node_id in nodes}
         self._sums[root] = score, depth
@@ -382,10 +384,10 @@ class TreeAuthor:
 
 
 class Guide(Protocol):
-    """Tells which tokens may come behind a node."""
+    """Says which tokens may follow a node."""
 
     def allows(self, parent: int, token: int) -> bool:
-        """Whether `token` may come behind a live node."""
+        """Whether `token` may follow a live node."""
 
     def forced(self, parent: int) -> int | None:
-        """Return the only token that may come behind a live node; None if there are several, or it is not known."""
+        """Return the only token that may follow a live node; None if there are several, or it is not known."""

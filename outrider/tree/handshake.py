@@ -21,7 +21,7 @@ MAX_FEATURE_LAYERS = 8
 MAX_SOURCES = 256
 """A node's source travels as a byte."""
 MAX_SOURCE_NAME = 64
-"""Most characters of a source's name that clients are told."""
+"""Most characters of a source's name that clients get."""
 
 PROJECTED = -1
 """Stands for the product with a projection where layers are given by number."""

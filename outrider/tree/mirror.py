@@ -30,7 +30,7 @@ class Observation(NamedTuple):
 
 
 class TreeMirror:
-    """The tree of one request as verify knows it.
+    """The tree of one request as far as verify has received it.
 
     Each node has a slot: an epoch's root has slot 0, and nodes get the next slots as they come. Following a commit
     moves `root` down. Nodes that do not hang below it are dead; they are dropped when slots run out, and the others

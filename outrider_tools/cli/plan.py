@@ -125,7 +125,7 @@ class Capacity:
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
         """Return a lower bound of a round's time, from the bytes that it reads: weights (of experts only those that one
-        token of each request wakes), and the KV of all contexts."""
+        token of each request activates), and the KV of all contexts."""
         weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
         read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth

@@ -40,7 +40,7 @@ def main() -> int:
     """Print the report. An empty TARGET checks GPUs alone; IMPL: see --model-impl; no options mean no draft model."""
     target, impl, *words = sys.argv[1:]
     draft = parse_options(DraftOptions, words) if words else None
-    models = look_at_models(target, draft, impl) if target else []
+    models = check_models(target, draft, impl) if target else []
     print(json.dumps({"torch": _torch(), "gpus": _gpus(), "peers": _peers(), "models": models}))
     return 0
 
@@ -73,7 +73,7 @@ def _peers() -> list[list[bool]]:
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
-def look_at_models(target: str, draft: DraftOptions | None, impl: str = "auto") -> list[dict[str, str]]:
+def check_models(target: str, draft: DraftOptions | None, impl: str = "auto") -> list[dict[str, str]]:
     """Return findings on the target and the draft model that the options describe: check, level, text."""
     findings: list[dict[str, str]] = []
     found = _try(findings, "target", lambda: _target(target, impl))

@@ -103,7 +103,7 @@ class TextRollout:
             self.attention.kept = dict(enumerate(zip(k, v, strict=True)))
             self.rows = before
             return
-        # Nothing is written to the cache; it only tells heads and dtype.
+        # Nothing is written to the cache; it only gives heads and dtype.
         self.rows, _ = model.forward(batch, before, model.new_kv(1), self.attention)
         """Input of `logits`, for every row of the text."""
 
@@ -173,7 +173,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
             return self._blocks.new_zeros(tokens.shape[0], self._blocks.shape[2]), features
         batch = TokenBatch(tokens, bases + self._depth)
         self._parents = parents
-        self._hidden = torch.arange(self._draft.rows.shape[0], device=bases.device) >= bases.unsqueeze(1)
+        self._masked = torch.arange(self._draft.rows.shape[0], device=bases.device) >= bases.unsqueeze(1)
         self._depth += 1
         return model.forward(batch, features, model.new_kv(1), self)
 
@@ -182,7 +182,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         up to its root's."""
         size = model.block.size
         seen = torch.arange(self._draft.rows.shape[0], device=bases.device) <= bases.unsqueeze(1)
-        self._hidden = (~seen).repeat_interleave(size, 0)
+        self._masked = (~seen).repeat_interleave(size, 0)
         self._block_size = size
         batch = TokenBatch(*model.block_tokens(tokens, bases + 1))
         rows = model.forward_blocks(batch, model.new_kv(1), self)
@@ -202,7 +202,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
         scale = q.shape[-1] ** -0.5
         text = torch.einsum("nkgd,tkd->nkgt", q, text_k).float() * scale
-        text = text.masked_fill_(self._hidden[:, None, None], float("-inf"))
+        text = text.masked_fill_(self._masked[:, None, None], float("-inf"))
         own = torch.einsum("nkgd,nkjd->nkgj", q, own_k).float() * scale
         weights = torch.cat([text, own], -1).softmax(-1).to(v.dtype)
         text, own = weights.split((text.shape[-1], own.shape[-1]), -1)

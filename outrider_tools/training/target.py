@@ -83,7 +83,7 @@ def target_states(
     [M, hidden] that `model.logits` takes. Both may be saved for a backward pass.
     """
     batch = TokenBatch(token_ids, spans.positions)
-    # Nothing is written to the cache; it only tells heads and dtype.
+    # Nothing is written to the cache; it only gives heads and dtype.
     hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(spans), feature_layers)
     # Copies: autograd refuses to keep tensors that inference mode made.
     hidden = hidden.clone()

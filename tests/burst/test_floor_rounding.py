@@ -35,6 +35,6 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     forest.merge(collector, part(64, 0, first, [np.float32(-0.1), below]))
     # The second candidate, run after a commit that the device was told of.
     forest.merge(collector, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
-    forest.slots.take_back(rows)
+    forest.slots.end_leases(rows)
     check_forest(forest)
     assert (forest.entries.rows[: forest.entries.count] > 0).all()

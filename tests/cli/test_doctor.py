@@ -318,9 +318,9 @@ def test_doors_that_others_can_reach_without_key_or_tls_are_warned_of(tmp_path: 
 
 def look(target: Path, draft: DraftOptions | None = None) -> str:
     """What the probe finds wrong, without a process of its own."""
-    from outrider_tools.doctor.probe import look_at_models  # imports torch
+    from outrider_tools.doctor.probe import check_models  # imports torch
 
-    found = look_at_models(str(target), replace(draft, target_model_path=str(target)) if draft else None)
+    found = check_models(str(target), replace(draft, target_model_path=str(target)) if draft else None)
     return "\n".join(f"{one['check']}: {one['text']}" for one in found if one["level"] != "ok")
 
 
@@ -333,9 +333,9 @@ def test_a_head_of_another_target_is_refused_as_the_loader_refuses_it(tiny_model
 
 def test_the_tokenizer_is_told_by_the_digest_that_verify_tells(tiny_model: Path) -> None:
     from outrider.models.store_folder import hash_tokenizer
-    from outrider_tools.doctor.probe import look_at_models  # imports torch
+    from outrider_tools.doctor.probe import check_models  # imports torch
 
-    (target,) = look_at_models(str(tiny_model), None)
+    (target,) = check_models(str(tiny_model), None)
     assert target["text"].endswith(f", tokenizer {hash_tokenizer(tiny_model)[:12]}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped
 from kernels.cpu.layout import StackShape
 from kernels.cpu.products import tile_product
-from kernels.cpu.rows import best_of, rms_norm
+from kernels.cpu.rows import rms_norm, write_top_k
 from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -26,7 +26,7 @@ SHAPE = StackShape(HIDDEN, 2, 1, 64, 96, EPS, 0.2, kind="eight", given=2 * HIDDE
 def head(kind: str, starts_normed: bool = False, leaves_normed: bool = False) -> SimpleNamespace:
     """Weights of a head of two layers, and caches."""
     plain = layers_of(SHAPE, SLOTS)
-    heads = SHAPE.num_all * SHAPE.head_dim
+    heads = SHAPE.num_qkv_heads * SHAPE.head_dim
     qkv, _ = made("eight", heads, 2 * HIDDEN)
     layers = [LayerWeights(*layer)._replace(attention_norm=None, qkv=qkv) for layer in plain.layers]
     generator = torch.Generator().manual_seed(3)
@@ -50,7 +50,7 @@ def by_parts(of: SimpleNamespace, plan: StackPlan, tokens: Tensor, links: Links,
         return Stepped(logits)
     logits /= ranking.divisors[:, None]
     best = torch.empty(len(tokens), ranking.best, dtype=torch.int32), torch.empty(len(tokens), ranking.best)
-    best_of(logits, ranking.ids, *best)
+    write_top_k(logits, ranking.ids, *best)
     return Stepped(logits, *best)
 
 

@@ -67,7 +67,7 @@ def test_what_may_be_compiled_from_sources_of_two_releases_is_not_kept(home: Pat
         f"print(os.listdir({str(home / 'code')!r}))",
         # A service imports this long before it compiles: a model may have to be fetched between.
         f"open({str(copy / 'cpu' / 'layout.py')!r}, 'a').write('# newer')",
-        "rows.row_function(isa.needed_isa(), 'ranks')",
+        "rows.row_function(isa.needed_isa(), 'top_k')",
     ]
     env = {**os.environ, "PYTHONPATH": str(copy.parent)}
     command = [sys.executable, "-c", "\n".join(lines)]

@@ -132,7 +132,7 @@ def test_no_instruction_is_used_that_is_not_asked_for(isa: Isa) -> None:
     code = pytest.importorskip("kernels.cpu.code", exc_type=ImportError)
     row_code = pytest.importorskip("kernels.cpu.row_code", exc_type=ImportError)
     module = code.Module(isa)
-    row_code._write_find(code.Code(module, "find", row_code._FIND))
+    row_code._write_find(code.Code(module, "find", row_code._FIND_ARGS))
     text = code.machine(isa).emit_assembly(code.optimized(module))
     assert "vcvtps2ph" in text and "vcvtss2sh" not in text
 

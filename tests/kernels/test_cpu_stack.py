@@ -46,7 +46,7 @@ def layers_of(shape: StackShape, num_slots: int = 80) -> Made:
         return torch.randn(sizes, generator=generator)
 
     layers, wide = [], []
-    heads, width = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
+    heads, width = shape.num_qkv_heads * shape.head_dim, shape.num_heads * shape.head_dim
     sizes = {
         "qkv": (heads, shape.hidden),
         "output": (shape.hidden, width),
@@ -59,7 +59,7 @@ def layers_of(shape: StackShape, num_slots: int = 80) -> Made:
             "attention_norm": 1 + normal(shape.hidden) / 10,
             "mlp_norm": 1 + normal(shape.hidden) / 10,
             "qkv_bias": normal(heads) if shape.has_bias else None,
-            "qk_norm": 1 + normal(shape.num_all - shape.num_kv_heads, shape.head_dim) / 10
+            "qk_norm": 1 + normal(shape.num_qkv_heads - shape.num_kv_heads, shape.head_dim) / 10
             if shape.has_qk_norm
             else None,
         }

@@ -66,7 +66,7 @@ def test_behind_long_contexts_more_nodes_pay() -> None:
         cost.follow_contexts(context)
         for tokens in (1, 17, 64):
             assert cost.seconds(tokens) == pytest.approx(measure(tokens, max(context, 1000)), rel=0.02)
-            assert cost.after(tokens, 1)[0] == pytest.approx([cost.seconds(tokens)])
+            assert cost.seconds_from(tokens, 1)[0] == pytest.approx([cost.seconds(tokens)])
         far = budget.choose(1, 1, iter(chances)).num_nodes
         assert far > near + 3 if context > 200_000 else far == near
 
@@ -188,4 +188,4 @@ def test_more_tokens_never_cost_less(rounds: list[tuple[int, float]]) -> None:
     cost = flat_then_steep()
     for tokens, seconds in rounds:
         cost.observe(tokens, seconds)
-    assert (np.diff(cost.after(1, 130)[0]) >= 0).all()
+    assert (np.diff(cost.seconds_from(1, 130)[0]) >= 0).all()

@@ -165,7 +165,7 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
 async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience: float, told: int
 ) -> None:
-    monkeypatch.setattr(dialer, "AWAY_LOG_SECONDS", patience)
+    monkeypatch.setattr(dialer, "UNREACHABLE_LOG_SECONDS", patience)
 
     async def behave(context: Context, number: int) -> None:
         if number < 6:
@@ -182,7 +182,7 @@ async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
 async def test_another_reason_why_a_draft_cannot_be_reached_is_logged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dialer, "AWAY_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(dialer, "UNREACHABLE_LOG_SECONDS", 0.0)
 
     async def behave(context: Context, number: int) -> None:
         if number < 8:

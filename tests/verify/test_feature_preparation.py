@@ -77,10 +77,10 @@ class NotedLink(ExecutorLink):
     """A link to other ranks, of which there are none: notes of how many rounds they are told."""
 
     def __init__(self) -> None:
-        self.num_told = 0
+        self.num_broadcast = 0
 
-    def tell(self, kind: int, *parts: object) -> None:
-        self.num_told += kind == ROUND
+    def broadcast(self, kind: int, *parts: object) -> None:
+        self.num_broadcast += kind == ROUND
 
 
 Made = tuple[ThreadedEngine, CudaExecutor, NotedGraphs]
@@ -167,5 +167,5 @@ def test_a_round_for_whose_graph_there_is_no_memory_runs_without(
     assert tokens(run_all(engine, jobs()[:4], 1)) == tokens(truth[:4])
     engine.stop()
     assert graphs.ran_without == {graphs.full}
-    assert link.num_told == graphs.num_runs > 0, "other ranks would not keep step"
+    assert link.num_broadcast == graphs.num_runs > 0, "other ranks would not keep step"
     assert draft.check(model) > 50

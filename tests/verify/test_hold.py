@@ -331,7 +331,7 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
                 spec.wait.on_wait()
                 if spec.num_unsent_tokens:
                     due.append((clock.now + delay, asked.committed_len))
-                drafts.tell_awaited([asked])
+                drafts.send_awaited_commits([asked])
                 held += longest
                 advance(clock.now + longest)
             drafts.on_launch(clock.now)
@@ -360,7 +360,7 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
         follow(drafts, asked)
     assert not port.take(drafts)
     spec.wait.on_wait()
-    drafts.tell_awaited([asked])
+    drafts.send_awaited_commits([asked])
     (told,) = port.take(drafts)
     assert isinstance(told, Commit) and (told.length_before, list(told.token_ids)) == (2, [40, 41, 42])
     asked.tokens.append(43)

@@ -223,4 +223,4 @@ def test_where_trees_end(drawn: list[list[tuple[int, float]]], count: int) -> No
     list(forest.best())
     for tree_number, (taken, leaves) in enumerate(zip(forest.take(count), paths, strict=True)):
         expected = sum(exp(leaves[token]) for token in taken.token_ids if token in leaves)
-        assert forest.ends(tree_number, count) == pytest.approx(min(expected, 1.0))
+        assert forest.end_chance(tree_number, count) == pytest.approx(min(expected, 1.0))

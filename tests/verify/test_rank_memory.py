@@ -114,10 +114,10 @@ def test_a_rank_that_does_not_read_is_named(memories: list[RankMemory]) -> None:
 
 
 def test_last_words_are_there_for_rank_0(memories: list[RankMemory]) -> None:
-    assert memories[0].said(2) == ""
-    memories[2].say("no memory for the weights: 1 GiB are free" + "!" * 5000)
-    assert memories[0].said(2).startswith("no memory for the weights")
-    assert memories[0].said(1) == ""
+    assert memories[0].failure_of(2) == ""
+    memories[2].record_failure("no memory for the weights: 1 GiB are free" + "!" * 5000)
+    assert memories[0].failure_of(2).startswith("no memory for the weights")
+    assert memories[0].failure_of(1) == ""
 
 
 def test_processors_that_may_show_writes_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The process that clients, gateways and drafts talk to. Torch-free."""
+"""The process that gateways and other clients connect to, and that connects to drafts. Torch-free."""

@@ -30,10 +30,10 @@ RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 2.0
 """Longest pause. Pauses double with each failure, and start over after an attempt that lasted this long. A draft that
 has recovered is in use within 5 seconds: only the next dial shows that it was repaired or replaced."""
-AWAY_LOG_SECONDS = 5.0
+UNREACHABLE_LOG_SECONDS = 5.0
 """Seconds a draft may be unreachable before that is logged: one that starts beside verify is unreachable at first."""
-AWAY_REPEAT_SECONDS = 600.0
-"""Time between two such log lines with the same reason; another reason is logged after AWAY_LOG_SECONDS."""
+UNREACHABLE_REPEAT_SECONDS = 600.0
+"""Time between two such log lines with the same reason; another reason is logged after UNREACHABLE_LOG_SECONDS."""
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED: " (--draft-auth-token-file)",
     grpc.StatusCode.FAILED_PRECONDITION: "",
@@ -68,10 +68,10 @@ class DraftDialer:
         self._features_failed = False
         self._failure = ""
         """Why the last dial failed or its session ended; logged once while it stays the same."""
-        self._told_away_at: float | None = None
+        self._unreachable_logged_at: float | None = None
         """When the draft was last logged, or first found, to be unreachable; None while it is reachable, or refuses us
         itself."""
-        self._told_away: set[str] = set()
+        self._logged_reasons: set[str] = set()
         """Reasons logged since the draft became unreachable, with their digits removed."""
         self.wanted = True
         """Whether to dial again when a session has ended."""
@@ -83,7 +83,7 @@ class DraftDialer:
             self._features_failed = False
             began = time.monotonic()
             try:
-                await self._converse()
+                await self._run_session()
             except asyncio.CancelledError:
                 # A call that the other side or `reset` cancelled looks the same; only the task can tell.
                 if (task := asyncio.current_task()) is None or task.cancelling():
@@ -100,14 +100,14 @@ class DraftDialer:
                     if failure != self._failure:
                         log.error("draft %s refuses this verify service: %s", self.address, failure)
                 else:
-                    self._tell_away(reason or "it does not say why")
+                    self._log_unreachable(reason or "it does not say why")
             except Exception as error:
-                # If this task ended, speculation would never come back.
+                # If this task ended, the draft would never be dialled again.
                 failure = repr(error)
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
             if failure:
-                self._told_away_at = None
+                self._unreachable_logged_at = None
             self.state, self._failure = state, failure
             if time.monotonic() - began >= MAX_RETRY_SECONDS:
                 self._failure_pause = RETRY_SECONDS
@@ -117,32 +117,34 @@ class DraftDialer:
             else:
                 await self._sleep(RETRY_SECONDS)
 
-    def _tell_away(self, reason: str) -> None:
+    def _log_unreachable(self, reason: str) -> None:
         """Log why the draft is unreachable: at once if it was connected, else after a while; repeat reasons rarely."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if self.state == "connected":
             log.warning("draft %s is disconnected: %s", self.address, reason)
-            self._told_away = {kind}
-        elif self._told_away_at is None:
-            self._told_away = set()
-        elif now < self._told_away_at + (AWAY_REPEAT_SECONDS if kind in self._told_away else AWAY_LOG_SECONDS):
+            self._logged_reasons = {kind}
+        elif self._unreachable_logged_at is None:
+            self._logged_reasons = set()
+        elif now < self._unreachable_logged_at + (
+            UNREACHABLE_REPEAT_SECONDS if kind in self._logged_reasons else UNREACHABLE_LOG_SECONDS
+        ):
             return
         else:
             log.warning("draft %s is not usable: %s; trying again", self.address, reason)
-            self._told_away.add(kind)
-        self._told_away_at = now
+            self._logged_reasons.add(kind)
+        self._unreachable_logged_at = now
 
-    async def _converse(self) -> None:
+    async def _run_session(self) -> None:
         async with self._dial(self.address) as channel:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
             session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
             self.state = "connected"
-            self._told_away_at = None
+            self._unreachable_logged_at = None
             log.info("draft %s is connected", self.address)
             self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
-            # A session that can only read would go silent, along with all of its requests.
+            # A session that can only read would never send another commit.
             writer.add_done_callback(lambda _: call.cancel())
             try:
                 await session.read()

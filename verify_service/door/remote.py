@@ -60,7 +60,7 @@ class Backlog:
         self.refused: Counter[str] = Counter()
         """Number of refused requests, by reason."""
         self.slow_readers = 0
-        """Answers that were ended because nobody read them."""
+        """Answers that were ended because they were not read."""
         self._clock = clock
         self._max_unfinished = 0
         self._max_waiting = 0
@@ -105,7 +105,7 @@ class Backlog:
         now = self._clock()
         if self._ended_at is not None:
             self._seconds_between_ends += _END_INTERVAL_LEARN * (now - self._ended_at - self._seconds_between_ends)
-        # Idle time does not tell how fast requests end.
+        # Idle time does not show how fast requests end.
         self._ended_at = now if self._unfinished else None
 
     def _refusal(self, reason: str, message: str) -> OverloadedError:
@@ -119,7 +119,7 @@ class DraftStream(Protocol):
 
     address: str
     number: int
-    """Number under which the engine knows the session."""
+    """The session's number in frames to the engine."""
     unread_weight: int
     """Weight of the draft's messages that the engine has not taken."""
 

@@ -36,7 +36,7 @@ from verify_service.speculation.replica import DraftConnection
 log = get_logger(__name__)
 
 _IDLE_POLL_SECONDS = 0.25
-"""How often an engine without requests looks after its drafts."""
+"""How often an engine without requests checks its drafts."""
 
 _CALM_SECONDS = 0.25
 """Time without a round before an engine does work that would make requests wait: clients often ask again soon."""
@@ -46,10 +46,10 @@ _AHEAD_SHARE = 0.5
 next round takes account of all messages that have come by then."""
 
 _DRAFT_WORK_SHARE = 0.1
-"""Part of a round's expected time that a colocated draft may work before the round on what no round waits for."""
+"""Part of a round's expected time that a colocated draft may spend, before the round, on work that no round awaits."""
 
 _MAX_DEFERRED_ACTIONS = 2
-"""Most actions for each request of a round, counted as two at least, that may wait until the next round is launched.
+"""Most actions per request of a round that may wait until the next round is launched; two requests are the least.
 
 With more of them slow hosts would fall behind."""
 _NOTHING = Batch([], 0.0, 0)
@@ -92,7 +92,7 @@ class VerifyEngine:
         growth: RoundGrowth | None = None,
         colocated: ColocatedDraft | None = None,
     ) -> None:
-        """`vocabulary`: the tokenizer as grammars see it; without it, requests with a grammar are refused.
+        """`vocabulary`: what grammars are compiled for; without it, requests with a grammar are refused.
 
         `growth`: for an executor that drafts on its own device. `colocated`: drafts on the engine's thread; only for
         engines that do not spin (`EngineLimits.spin`).
@@ -141,8 +141,8 @@ class VerifyEngine:
                 self._step()
         except Exception as error:
             log.exception("the engine failed; %s", SERVICE_ENDS)
-            told = f"{error.message}; {SERVICE_ENDS}" if isinstance(error, OutriderError) else ENGINE_FAILED
-            self._fail_all(UnavailableError(told))
+            message = f"{error.message}; {SERVICE_ENDS}" if isinstance(error, OutriderError) else ENGINE_FAILED
+            self._fail_all(UnavailableError(message))
         else:
             self._fail_all(UnavailableError(ENGINE_STOPPED))
 
@@ -162,13 +162,13 @@ class VerifyEngine:
         self._inbox.post(lambda: self._cancel(request))
 
     def draft_connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
-        """Take in a draft service whose session began."""
+        """Add a draft service whose session began."""
 
         if terms is not None and (left := self.limits.unserved_by(terms)):
             log.warning("draft %s guesses nothing for %s", connection.address, left)
 
         def connect() -> None:
-            self._postprocessor.draft_came()
+            self._postprocessor.on_draft_connected()
             self.drafts.connected(connection, terms)
             self.features.connected(connection)
 
@@ -187,7 +187,7 @@ class VerifyEngine:
         """Run one round: schedule and launch it, finish the one before and receive while it runs, commit its tokens.
 
         Messages are received after the launch, so that the device has work meanwhile; without a round to run, `_idle`
-        waits for them. If the next round needs only its roots from this one, which the device knows, it is launched
+        waits for them. If the next round needs only its roots from this one, which the device has, it is launched
         before this one is over:
 
             host      | n-1's updates, messages | launch n+1 | ... read n | n's updates, messages | launch n+2 | ...
@@ -207,11 +207,11 @@ class VerifyEngine:
         self._postprocessor.process()
         num_tokens = sum(entry.num_tokens for entry in batch.entries) + (batch.taken.num_nodes if batch.taken else 0)
         prefills = any(entry.prefills for entry in batch.entries)
-        self._receive_beside(pending, batch, start)
+        self._receive_during_round(pending, batch, start)
         results = pending.wait()
         end = time.monotonic()
         self._gaps.begin(end)
-        self._receive_behind(len(batch.entries))
+        self._receive_after_round(len(batch.entries))
         commits = [self._commit(entry, result) for entry, result in zip(batch.entries, results, strict=True)]
         gap = None if self._ended_at is None else start - self._ended_at - batch.wait_seconds
         self._postprocessor.add(
@@ -278,9 +278,9 @@ class VerifyEngine:
                 break
             for state in plan.awaited:
                 state.on_wait()
-            # A draft cannot answer a commit that it was not told of.
+            # A draft cannot answer a commit that was not sent.
             self._postprocessor.process()
-            self.drafts.tell_awaited(entry.request for entry in entries)
+            self.drafts.send_awaited_commits(entry.request for entry in entries)
             self._receive_for(min(seconds, longest - waited), entries, plan.awaited)
             self.drafts.flush()
             entries = [entry for entry in entries if not entry.request.finished]
@@ -314,7 +314,7 @@ class VerifyEngine:
         while self._actions and any(state.expects for state in awaited):
             self._actions.popleft()()
 
-    def _receive_beside(self, pending: Pending, batch: Batch, launched_at: float) -> None:
+    def _receive_during_round(self, pending: Pending, batch: Batch, launched_at: float) -> None:
         """Receive messages and do all that needs no results of the round, piece by piece, until it has ended.
 
         The next round is launched meanwhile if possible, but not before this one is half over.
@@ -360,7 +360,7 @@ class VerifyEngine:
         if ahead_at < math.inf:
             self._launch_ahead(batch)
 
-    def _receive_behind(self, num_entries: int) -> None:
+    def _receive_after_round(self, num_entries: int) -> None:
         """Receive the messages that came until the round's end; if a device waits, process no more than necessary."""
         if not self.limits.spin and self._process_messages(None):
             self._maintain()
@@ -424,7 +424,7 @@ class VerifyEngine:
         return received
 
     def _maintain(self) -> None:
-        """Look after grammars, drafts and the queue, once all messages that came have been processed."""
+        """Check grammars and drafts and admit requests, once all messages that came have been processed."""
         self.grammars.poll()
         self.drafts.check_replicas()
         self.scheduler.admit()

@@ -108,7 +108,7 @@ class RoundPostprocessor:
             self.cost.observe(done.num_tokens, seconds)
         self._prefilled = done.prefills
 
-    def draft_came(self) -> None:
+    def on_draft_connected(self) -> None:
         """Measure again whether drafts should rest, since one has connected."""
         if self.rest is not None:
             self.rest.forget_drafts()
@@ -124,7 +124,7 @@ class RoundPostprocessor:
         self.drafts.flush()
 
     def _send_update(self, commit: RoundCommit | None) -> GenerationUpdate:
-        """Send a request its update of the round, if there is anything to say, and return it."""
+        """Send a request its update of the round, unless that is empty, and return it."""
         update = GenerationUpdate() if commit is None else commit.update()
         if commit is not None and update.last:
             self.active_requests.discard(commit.entry.request)
@@ -189,7 +189,7 @@ class RoundCommit(NamedTuple):
 
 
 class RoundDone(NamedTuple):
-    """A committed round that nobody has been told of yet. Times in seconds."""
+    """A committed round whose updates and commits were not sent yet. Times in seconds."""
 
     batch: Batch
     results: Sequence[Result]

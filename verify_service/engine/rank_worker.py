@@ -55,12 +55,12 @@ def main(argv: list[str]) -> int:
     try:
         serve(options, memory)
     except ConfigError as error:
-        memory.say(error.message)
+        memory.record_failure(error.message)
         return EXIT_CONFIG
     except Exception as error:
         log.exception("rank %d failed", rank)
         words = str(error).splitlines()
-        memory.say(f"{type(error).__name__}: {words[0] if words else ''}")
+        memory.record_failure(f"{type(error).__name__}: {words[0] if words else ''}")
     return EXIT_FAILURE
 
 

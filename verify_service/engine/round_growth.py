@@ -31,11 +31,11 @@ TRIAL_ROUNDS = 24
 """Number of first rounds of each size that grow the largest tree."""
 LEAST_TRIAL_ROUNDS = 8
 """Least number of these: if next to nothing is accepted, or such a tree costs much, as with experts."""
-_DEAR_TRIAL = 2.0
+_COSTLY_TRIAL = 2.0
 """Cost of a round with the largest tree, in plain rounds, above which there are fewer first rounds."""
 _USELESS = 0.05
 """Draft tokens accepted per request and round, below which next to nothing is accepted."""
-_LOOK_EVERY = 8
+_SEARCH_EVERY = 8
 """Rounds between two searches for the best growth: a search takes as long as the choice of a round's nodes."""
 _LEARN = 0.02
 _LEARN_FROM_PROBES = 0.15
@@ -49,7 +49,7 @@ _LEAST_SHARE = 8
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
 WARM_ROUNDS = 64
-"""Rounds before a probe that store features for the drafter, though nothing grows: so it has those of recent tokens."""
+"""Rounds before a probe that store features though nothing grows, so that the drafter has those of recent tokens."""
 _MASKED_NODES = 32
 """Most nodes of a round that the host masks while the device waits: some 15 us each, in a round of some 5 ms."""
 
@@ -60,7 +60,7 @@ Allowed = Callable[[Sequence[Entry], Sequence[Nodes]], Sequence[Nodes]]
 class _FollowedCost:
     """The cost of growth behind rounds of one size: measured at start, followed while serving.
 
-    Other services may start on the device during the measurement, and make growth look dear.
+    Other services may start on the device during the measurement, and make growth look expensive.
     """
 
     def __init__(self, measured: GrowthCost, max_steps: int) -> None:
@@ -114,7 +114,7 @@ class VerifiedNodes(NamedTuple):
         return np.asarray(is_there.sum(axis=0), np.float64)
 
 
-class _Table:
+class _AcceptanceTable:
     """Average draft tokens accepted in rounds of one size, by levels and nodes of growth.
 
     Tokens that draft services had found are counted apart: they are accepted with any growth, and with none.
@@ -134,7 +134,7 @@ class _Table:
         self.choice: tuple[int, int] = (num_steps, len(sizes) - 1)
         """The best growth found by the last search: levels, and index of a number of nodes."""
         self.num_new = 0
-        """Rounds learned from since that search; if only probes are drafted for, each counts as `_LOOK_EVERY`."""
+        """Rounds learned from since that search; if only probes are drafted for, each counts as `_SEARCH_EVERY`."""
 
     def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64], num_given: int) -> None:
         """Learn from a round that took the `size`-th number of nodes of `num_steps` levels.
@@ -173,7 +173,7 @@ class GrowthPolicy:
     max_steps: int
     fixed: Growth | None = None
     """Growth of every round, if it is not to be chosen."""
-    _tables: dict[int, _Table] = field(default_factory=dict)
+    _tables: dict[int, _AcceptanceTable] = field(default_factory=dict)
 
     def plan(self, num_rows: int) -> Growth | None:
         """Return the growth behind a round of `num_rows` requests, for the next round; None for no growth."""
@@ -195,7 +195,7 @@ class GrowthPolicy:
             # In none of these rounds could a request take its tree, which says nothing about the drafter.
             table.num_rounds = 0
             return None
-        if table.num_new >= _LOOK_EVERY or is_over:
+        if table.num_new >= _SEARCH_EVERY or is_over:
             table.choice = self._best(table, num_rows)
             table.num_new = 0
             every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
@@ -208,7 +208,7 @@ class GrowthPolicy:
         if not self.sizes(num_rows):
             return True
         table = self._tables.get(num_rows)
-        if self.fixed is not None or table is None or table.choice[0] or table.num_new >= _LOOK_EVERY:
+        if self.fixed is not None or table is None or table.choice[0] or table.num_new >= _SEARCH_EVERY:
             return False
         return table.num_rounds > table.trial_rounds + 1 and table.since_probe + num_rounds < table.probe_every
 
@@ -230,16 +230,18 @@ class GrowthPolicy:
             table.followed.observe(growth.num_steps, seconds)
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
         table.learn(growth.num_steps, size, nodes.accepted_within(self.max_steps, table.sizes), num_given)
-        table.num_new += 1 if table.choice[0] else _LOOK_EVERY
+        table.num_new += 1 if table.choice[0] else _SEARCH_EVERY
 
-    def _table(self, num_rows: int) -> _Table:
+    def _table(self, num_rows: int) -> _AcceptanceTable:
         found = self._tables.get(num_rows)
         if found is None:
             useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
             sizes, cost = self.sizes(num_rows), self.costs(num_rows)
-            dear = self._largest_seconds(num_rows, sizes[-1], cost) / (_DEAR_TRIAL * self.round_seconds(num_rows))
-            trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
-            found = self._tables[num_rows] = _Table(self.max_steps, sizes, cost, trial_rounds)
+            relative_cost = self._largest_seconds(num_rows, sizes[-1], cost) / (
+                _COSTLY_TRIAL * self.round_seconds(num_rows)
+            )
+            trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(relative_cost, 1.0)))
+            found = self._tables[num_rows] = _AcceptanceTable(self.max_steps, sizes, cost, trial_rounds)
             if useless:
                 # A drafter that is useless in rounds of one size is so in all: try it now and then, but not at first.
                 found.num_rounds, found.choice = found.trial_rounds + 2, (0, 0)
@@ -250,14 +252,14 @@ class GrowthPolicy:
         """Return the seconds of a round that grows the largest tree, and verifies one as large."""
         return self.round_seconds(num_rows + most_nodes) + cost.seconds(self.max_steps)
 
-    def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
+    def _least_probe_rounds(self, table: _AcceptanceTable, num_rows: int) -> int:
         """Return the fewest rounds from probe to probe with which probes take no more than their share of the time."""
         cost, (steps, size) = table.followed.cost, table.choice
         usual = self.round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
         probe = self._largest_seconds(num_rows, int(table.sizes[-1]), cost)
         return round((1 if steps else PROBE_LENGTH) * (probe / usual - 1.0) / _PROBE_SHARE)
 
-    def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
+    def _best(self, table: _AcceptanceTable, num_rows: int) -> tuple[int, int]:
         cost = table.followed.cost
         drafting = np.array([cost.seconds(steps) for steps in range(self.max_steps + 1)])
         verifying = np.array([self.round_seconds(num_rows + int(size)) for size in table.sizes])
@@ -344,7 +346,7 @@ class RoundGrowth:
         """Return the growth to queue behind a round of these entries; None for no growth."""
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self.rows_of(num_roots) if num_roots else 0
-        # From rounds of requests that want no drafts, the policy would learn that none are accepted.
+        # From rounds of requests without speculation, the policy would learn that no drafts are accepted.
         growth = self.policy.plan(num_rows) if _are_drafted(entries) and not self.trees.failed else None
         rests = growth is None and (self.trees.failed or self.policy.rests(num_rows, WARM_ROUNDS))
         if growth is not None and not self._has_pages(entries):

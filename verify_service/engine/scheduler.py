@@ -101,7 +101,7 @@ class NodePlan(NamedTuple):
     """Seconds of prefill that is computed apart."""
 
     def note_end_chances(self, max_nodes: int) -> None:
-        """Tell awaited requests how likely the committed path runs past the nodes that the round takes of their trees.
+        """Set how likely each awaited request's committed path runs past the nodes that the round takes of its tree.
 
         A round of `max_nodes` nodes has no room for deeper ones, which are less likely, so its chances count as 0.
         """
@@ -110,7 +110,7 @@ class NodePlan(NamedTuple):
             trees = {mirror: tree for tree, mirror in enumerate(self.forest.mirrors)} if has_room else {}
             for state in self.awaited:
                 tree = trees.get(state.mirror)
-                state.end_chance = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
+                state.end_chance = 0.0 if tree is None else self.forest.end_chance(tree, self.choice.num_nodes)
 
 
 @dataclass(eq=False, repr=False)
@@ -196,7 +196,7 @@ class Scheduler:
             self.drafts.resume(request)
 
     def _attach(self, request: Request) -> None:
-        """Give a request that has computed nothing the pages that there are of its prompt. If a running request is
+        """Give a request that has computed nothing the cached pages of its prompt. If a running request is
         about to compute more of it, that one becomes its leader."""
         self.memory.attach(request)
         request.leader, request.shared_len = None, 0
@@ -283,9 +283,9 @@ class Scheduler:
         """Lay out the round after that of `entries`, which is running; empty if that one must be read first.
 
         This is possible if, as far as is known, every running request commits one token in that round and goes on.
-        Requests at their limit are left out. One that ends with a stop token takes part in a round too many, which
-        nobody is told of: it writes only behind the KV of committed tokens, in pages that the cache has not taken and
-        that nobody uses before it is over.
+        Requests at their limit are left out. One that ends with a stop token takes part in a round too many, whose
+        tokens are dropped: the round writes only behind the KV of committed tokens, in pages that the cache has not
+        taken and that no request uses before the round is over.
         """
         ahead: list[Entry] = []
         if any(entry.max_grown for entry in entries):
@@ -309,7 +309,7 @@ class Scheduler:
         extends, prompts = self._extends()
         if self._has_left:
             most_pages = sum(extends.values()) // self.memory.page_size + len(self.running)
-            if self.memory.num_available < most_pages:  # else nobody gives way, and sorting would lengthen the gap
+            if self.memory.num_available < most_pages:  # else none is preempted, and sorting would lengthen the gap
                 self._sort_running()
         num_tokens = index = 0
         # Preemption shortens the list from its end.

@@ -250,7 +250,7 @@ class SocketInbox:
         return self._receive_from_lines() or bool(frames) or self.stopped or self._pipe.closed
 
     def _receive_from_lines(self) -> bool:
-        """Post what has come on lines. Returns whether anything has. A draft that never stops sending delays nobody."""
+        """Post what came on lines; returns whether anything did. A draft that sends endlessly delays no other work."""
         received = False
         for connection, line in list(self._lines.values()):
             line.flush()
@@ -316,7 +316,7 @@ class SocketInbox:
 
     def _cancel(self, number: int) -> None:
         request = self._requests.pop(number, None)
-        # A request that has ended meanwhile has said so in its last update.
+        # A request that has ended meanwhile has sent its last update.
         if request is not None:
             self._engine.cancel(request)
             self.post(lambda: self._reporter.ended(number))
@@ -358,7 +358,7 @@ def main(argv: list[str]) -> int:
 
 
 def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[TargetProfile]:
-    """Build an engine that hears and answers the door. Raises what `build` raises."""
+    """Build an engine that is connected to the door. Raises what `build` raises."""
     inbox, reporter = SocketInbox(pipe), VerifyReporter(pipe)
     engine, served = build(options, inbox, reporter)
     reporter.watch(engine)

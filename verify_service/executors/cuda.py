@@ -160,7 +160,7 @@ class CudaExecutor(Executor):
                 all_buckets += sorted({self.buckets.bare(bucket.rows) for bucket in all_buckets}, reverse=True)
             buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self._max_graph_rows]
             self._input.clear()
-            self.link.tell(CAPTURE, [number for bucket in buckets for number in bucket])
+            self.link.broadcast(CAPTURE, [number for bucket in buckets for number in bucket])
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
@@ -199,9 +199,9 @@ class CudaExecutor(Executor):
             self._uses[bucket] += 1
             self._input.fill(decode, self.rows, bucket)
             if drafts:
-                drafts.tell(decode, growth)
+                drafts.lay_out(decode, growth)
                 if bucket.is_bare:
-                    drafts.note_bare(decode)
+                    drafts.note_without_features(decode)
             self._sampler.set_masks(mask_runs(decode))
             self._run(bucket)
             answers = self._output.to_host(len(decode))
@@ -283,7 +283,7 @@ class CudaExecutor(Executor):
             return self.prefill.capture_next(shape)
         # The last round's results were read and the next round is not laid out, so an empty one does no harm.
         self._input.clear()
-        return self.graphs.capture_next(shape, partial(self.link.tell, ROUND, shape))
+        return self.graphs.capture_next(shape, partial(self.link.broadcast, ROUND, shape))
 
     def read(self, round_: CudaRound, answers: RoundAnswers) -> list[Result]:
         """Return the results of a finished round's decode entries, and set the round's times on the device."""
@@ -317,7 +317,7 @@ class CudaExecutor(Executor):
 
     def _run(self, bucket: Bucket) -> None:
         """Queue the round that was laid out, on all ranks."""
-        self.link.tell(ROUND, bucket)
+        self.link.broadcast(ROUND, bucket)
         self.graphs.run(bucket)
 
     def _prepare(self, bucket: Bucket) -> None:

@@ -68,7 +68,7 @@ class Prefill:
     def capture(self, use_graphs: bool, room: int) -> None:
         """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
         kernels to be compiled. `room`: number of positions that page tables and the cache have."""
-        self._link.tell(CAPTURE_SMALL, (use_graphs,))
+        self._link.broadcast(CAPTURE_SMALL, (use_graphs,))
         self.capture_small(use_graphs)
         for counts in self._shapes.others(room):
             self._forward([self._empty_chunk(count) for count in counts])
@@ -88,7 +88,7 @@ class Prefill:
         # This is queued behind forwards that may still read their description.
         self._clear()
         nothing = self._layout.describe((), self._rows.spare)
-        return self.graphs.capture_next(shape, partial(self._link.tell, PROMPTS, shape, nothing))
+        return self.graphs.capture_next(shape, partial(self._link.broadcast, PROMPTS, shape, nothing))
 
     def _chunk(self, entry: Entry) -> PromptChunk:
         request, start = entry.request, entry.request.cached_len
@@ -111,7 +111,7 @@ class Prefill:
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
         layout = self._layout if shape in self._shapes.small else PromptLayout(shape)
         words = layout.describe(chunks, self._rows.spare)
-        self._link.tell(PROMPTS, shape, words)
+        self._link.broadcast(PROMPTS, shape, words)
         return self.forward(shape, words)
 
     def forward(self, shape: PromptShape, words: NDArray[np.int32]) -> Tensor:
@@ -138,7 +138,7 @@ class Prefill:
         Raises RankError if memory runs out: the others wait for this rank's part, or are a step ahead of it.
         """
         first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
-        self._link.tell(LOGITS, (first, len(rows)))
+        self._link.broadcast(LOGITS, (first, len(rows)))
         with self._link.in_step("log-probabilities of a prompt"):
             return self._model.logits(rows)
 

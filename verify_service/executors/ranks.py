@@ -1,4 +1,4 @@
-"""Communication of ranks: rank 0 starts the others, watches them and tells them what it does, and they do the same.
+"""Communication of ranks: rank 0 starts and watches the others, and broadcasts what it does, which they do, too.
 
 On a CPU ranks meet at the model: rank 0 says what it computes and which KV it moves (`LeadingModel`), and the others do
 the same in `follow`.
@@ -53,7 +53,7 @@ Numbers = Sequence[int] | Ints
 WORKER_MODULE = "verify_service.engine.rank_worker"
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
-"""Time for the engine to meet the fault itself, and tell its clients."""
+"""Time for the engine to meet the fault itself, and send its clients the error."""
 _REFUSAL_SECONDS = 10.0
 """Time for a starting engine to refuse its options, which it does after it has read its part of the weights."""
 START = 0
@@ -86,14 +86,14 @@ class Followers:
         self.memory.check = self.check
         self.memory.send(START, msgspec.msgpack.encode(options))
         log.info("%d ranks; the other ranks are processes %s", world, [p.pid for p in self._processes.values()])
-        # Watch from now on: a graph's first run waits on the device, and nobody else would see that a rank has ended.
+        # Watch from now on: a graph's first run waits on the device, and nothing else would notice a rank's end.
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def check(self) -> None:
         """Raise RankError if a rank has ended, or ConfigError if it has refused its options at the start."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                said = self.memory.said(rank)
+                said = self.memory.failure_of(rank)
                 if code == EXIT_CONFIG and not self._is_started:
                     raise ConfigError(f"rank {rank}: {said}")
                 raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or exit_text(code)})")
@@ -133,8 +133,8 @@ class ExecutorLink:
 
     is_ranked = False
 
-    def tell(self, kind: int, *parts: Numbers) -> None:
-        """As rank 0, tell the others to do what it does now."""
+    def broadcast(self, kind: int, *parts: Numbers) -> None:
+        """As rank 0, send the other ranks a message to do what this one does now; other ranks send nothing."""
 
     def share(self, parts: Sequence[Tensor]) -> None:
         """See Exchange; may be captured."""
@@ -170,7 +170,7 @@ class RankLink(ExecutorLink):
         self._exchange = exchange
         self._leads = memory.rank == 0
 
-    def tell(self, kind: int, *parts: Numbers) -> None:
+    def broadcast(self, kind: int, *parts: Numbers) -> None:
         """See ExecutorLink."""
         if self._leads:
             self._memory.send(kind, b"".join(np.asarray(part, np.int32).tobytes() for part in parts))
@@ -228,28 +228,28 @@ class RankedDrafter(RoundDrafter):
     def admit(self, row: int, sampling: SamplingParams) -> None:
         """See RoundDrafter."""
         words = _SAMPLING.pack(sampling.temperature, sampling.seed, sampling.choice_index)
-        self._link.tell(DRAFT_ROW, [row, *np.frombuffer(words, np.int32)])
+        self._link.broadcast(DRAFT_ROW, [row, *np.frombuffer(words, np.int32)])
         super().admit(row, sampling)
 
     def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
         """See RoundDrafter."""
-        self._link.tell(DRAFT_CUT, [row, shift, *pages])
+        self._link.broadcast(DRAFT_CUT, [row, shift, *pages])
         super().cut(row, shift, pages)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
         """See RoundDrafter."""
-        self._link.tell(DRAFT_CONTEXT, pack_chunks(chunks, feature_slots))
+        self._link.broadcast(DRAFT_CONTEXT, pack_chunks(chunks, feature_slots))
         super().compute_context(chunks, feature_slots)
 
     def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
         """See RoundDrafter."""
-        self._link.tell(DRAFT_GROW, [*shape, num_steps, num_nodes])
+        self._link.broadcast(DRAFT_GROW, [*shape, num_steps, num_nodes])
         super().grow(shape, num_steps, num_nodes)
 
     def capture(self, shapes: Sequence[RoundShape], choices: Sequence[ChoiceShape]) -> None:
         """See RoundDrafter."""
         pairs = [*shapes, *choices]
-        self._link.tell(DRAFT_CAPTURE, [len(shapes), *(number for pair in pairs for number in pair)])
+        self._link.broadcast(DRAFT_CAPTURE, [len(shapes), *(number for pair in pairs for number in pair)])
         super().capture(shapes, choices)
 
     def replay(self, kind: int, numbers: Ints) -> None:

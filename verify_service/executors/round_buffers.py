@@ -147,7 +147,7 @@ class RoundInput:
         self._send(lists, bucket, updates)
 
     def fill_chain(self, token_ids: list[int], cached_len: int, bucket: Bucket) -> None:
-        """Describe a round of one request, in the row that belongs to nobody, for measurements."""
+        """Describe a round of one request, in the spare row, for measurements."""
         num_tokens = len(token_ids)
         count = range(num_tokens)
         positions, parents = [cached_len + i for i in count], [i - 1 for i in count]
@@ -265,7 +265,7 @@ class RowListener(Protocol):
 class RequestRows:
     """Rows of requests that run, from their first round until they end or give up their pages.
 
-    Row `num_rows` belongs to nobody: padding and measurements use it.
+    Row `num_rows` is spare: padding and measurements use it.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class RequestRows:
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
         """Queue a copy of pages to a row of the page tables, from `place` on."""
-        self._link.tell(PAGES, (row, place), pages)
+        self._link.broadcast(PAGES, (row, place), pages)
         put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
         if self.listener is not None:
             self.listener.enter(row, place, pages)

@@ -247,12 +247,12 @@ class RoundDrafts:
             own = [len(names)] * len(edges)
             entry.node_sources = NodeSources([*drafters, *own], [*given, *edges], [*names, self._options.name])
 
-    def tell(self, entries: Sequence[Entry], growth: Growth | None) -> None:
+    def lay_out(self, entries: Sequence[Entry], growth: Growth | None) -> None:
         """Lay out which trees the round of these entries takes, and whose are to be grown behind it."""
         self._note_growth()
         if growth is None and not self.num_grown:
             self._behind = ()
-            self.trees.tell(())
+            self.trees.set_limits(())
             return
         self._is_fetched = all(entry.request.is_masked for entry in entries if entry.samples)
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
@@ -269,17 +269,17 @@ class RoundDrafts:
             rows.append(RowTree(self._rows.row(request), entry.max_grown if depth > 0 else 0, depth, is_drafted))
             if is_drafted:
                 self._growing.add(request)
-        self.trees.tell(rows, self.num_grown)
+        self.trees.set_limits(rows, self.num_grown)
 
-    def note_bare(self, entries: Sequence[Entry]) -> None:
-        """Note which pages a round writes to that stores no features."""
+    def note_without_features(self, entries: Sequence[Entry]) -> None:
+        """Note the pages that a round writes to, if the round stores no features."""
         size = self._page_size
         for entry in entries:
             first, last = entry.start // size, (entry.start + entry.num_tokens - 1) // size
             self._lacks_features[entry.request.pages[first : last + 1]] = True
 
     def draft(self, bucket: Bucket, growth: Growth | None) -> None:
-        """Queue the drafting behind the round that `tell` was for. A drafter that fails is switched off."""
+        """Queue the drafting behind the round that `lay_out` was for. A drafter that fails is switched off."""
         self.num_grown = 0
         if growth is not None or self._behind:
             self._guarded(partial(self._draft, bucket, growth))
@@ -314,7 +314,7 @@ class RoundDrafts:
 
     def capture(self, buckets: Sequence[Bucket], sizes: Callable[[int], Sequence[int]]) -> None:
         """Capture the drafting behind rounds of these shapes, and measure it; `sizes`: see GrowthPolicy."""
-        self.trees.tell(())
+        self.trees.set_limits(())
         shapes = sorted({self._shape(bucket) for bucket in buckets})
         deep = {self._shape(bucket, is_deep=True) for bucket in buckets}
         self.drafter.capture(

@@ -84,7 +84,7 @@ class FeatureSender:
 
     @property
     def preparing(self) -> bool:
-        """Whether drafts want features that rounds do not store yet."""
+        """Whether drafts need features that rounds do not store yet."""
         return self._wanted != self._plan
 
     @property
@@ -117,7 +117,7 @@ class FeatureSender:
         projected = self._may_project(replica)
         takes = (PROJECTED,) if projected else layers
         is_wanted = self._wanted.holds(takes, replica.terms.projection_hash)
-        # A new plan begins a new store, so that features that nobody takes any more can go.
+        # A new plan begins a new store, without features that no draft takes any more.
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
             wanted = replace(wanted, layers=tuple(sorted({*wanted.layers, *layers})))
@@ -173,7 +173,7 @@ class FeatureSender:
             self._has_room = True
 
     def advance(self) -> None:
-        """Prepare between two rounds to store what drafts want, in a small part of the time."""
+        """Prepare between two rounds to store what drafts need, in a small part of the time."""
         if not self.preparing or (self._begun != self._wanted and not self._prepare()):
             return
         if time.monotonic() >= self._next_work_at:

@@ -33,7 +33,7 @@ _CONTEXT_CHANGE = 0.01
 _ROUNDS_PER_SLOPES = 16
 """Rounds between updates of slopes, which only say where to stop looking for nodes that pay. On a CPU an update takes
 over a millisecond."""
-_MOST_KEPT = 256
+_MAX_TABULATED = 256
 """Token counts above this are those of rounds with prompts. Their times are computed when they are asked for: to follow
 all of them after each round would take longer the longer a prompt's chunks are, even after the last prompt."""
 _NO_COUNTS = range(0)
@@ -127,19 +127,19 @@ class CostModel:
         """Return the token counts that are padded to `width`, as far as t of them has been asked for."""
         return self._counts.get(width, _NO_COUNTS)
 
-    def after(self, tokens: int, count: int) -> tuple[list[float], list[float]]:
+    def seconds_from(self, tokens: int, count: int) -> tuple[list[float], list[float]]:
         """Return t of `tokens`, `tokens` + 1, ... (`count` values), and of each the least cost of any further token."""
         end = tokens + count
         if end > len(self._seconds_of):
-            if end > _MOST_KEPT:
-                found = self._between(np.array([self.width(number) for number in range(tokens, end)])).tolist()
+            if end > _MAX_TABULATED:
+                found = self._interpolate(np.array([self.width(number) for number in range(tokens, end)])).tolist()
                 return found, _least_slopes(found)
             self.prepare(2 * end)
         return self._seconds_of[tokens:end], self._slopes[tokens:end]
 
     def seconds(self, tokens: int) -> float:
         """Return t of a round of so many tokens; past the last width it grows as it did between the last two."""
-        return float(self._between(np.array([self.width(tokens)]))[0])
+        return float(self._interpolate(np.array([self.width(tokens)]))[0])
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a round's wall time: the level of the curve and of contexts, and the shape near its width."""
@@ -160,7 +160,7 @@ class CostModel:
             self._refresh(with_slopes=False)
 
     def prepare(self, most_tokens: int) -> None:
-        """Compute t up to so many tokens, so that `after` need not."""
+        """Compute t up to so many tokens, so that `seconds_from` need not."""
         if most_tokens > len(self._padded):
             self._padded = np.array([max(self._width_of(tokens), tokens) for tokens in range(most_tokens)])
             bounds = [*np.flatnonzero(np.diff(self._padded, prepend=-1)).tolist(), most_tokens]
@@ -172,11 +172,11 @@ class CostModel:
         return {int(width): float(value) for width, value in zip(self._widths, self._seconds, strict=True)}
 
     def _refresh(self, with_slopes: bool) -> None:
-        self._seconds_of = self._between(self._padded).tolist()
+        self._seconds_of = self._interpolate(self._padded).tolist()
         if with_slopes:
             self._slopes = _least_slopes(self._seconds_of)
 
-    def _between(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _interpolate(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
         beyond = np.maximum(widths - self._widths[-1], 0.0) * slope
         result: NDArray[np.float64] = np.interp(widths, self._widths, self._seconds) + (beyond + self._beside)
@@ -235,7 +235,7 @@ class Budget:
         for the last round's width is kept if it is about as good.
         """
         limit = self.max_nodes if most is None else max(min(most, self.max_nodes), 0)
-        seconds, slopes = self.cost.after(num_tokens, limit + 1)
+        seconds, slopes = self.cost.seconds_from(num_tokens, limit + 1)
         same = self.cost.counts(self._last_width)
         first, end = max(same.start - num_tokens, 1), same.stop - num_tokens
         count, expected = 0, float(num_roots)
@@ -319,7 +319,7 @@ class Forest:
             _nodes(mirror, slots) if slots else _NO_NODES for mirror, slots in zip(self.mirrors, slots_of, strict=True)
         ]
 
-    def ends(self, tree: int, count: int) -> float:
+    def end_chance(self, tree: int, count: int) -> float:
         """Return the chance that the committed path runs past a childless node of `tree` among the first `count` nodes.
 
         There a round ends only because the tree does, so nodes at the depth limit do not count.

@@ -25,13 +25,13 @@ from verify_service.speculation.drafts import Drafts
 log = get_logger(__name__)
 
 _WORK_SECONDS = 0.001
-"""How long work that nobody waits for runs between two looks at the clock, and at messages."""
+"""How long work that no round waits for runs between two looks at the clock, and at messages."""
 
 
 class ColocatedDraft:
     """A connection to a drafter in this process. The engine's thread alone calls it.
 
-    Messages of verify are handled at once; trees grow, and verify is told of them, only in `grow` and `work`. An error
+    Messages of verify are handled at once; trees grow, and nodes are sent, only in `grow` and `work`. An error
     switches the drafter off, and answers go on without it; an error that a grower catches costs one request its tree,
     as in a draft service.
     """
@@ -68,7 +68,7 @@ class ColocatedDraft:
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """See DraftConnection."""
-        self._guarded(partial(self._hear, messages))
+        self._guarded(partial(self._handle, messages))
 
     def begin_features(self, begin: FeaturesBegin) -> None:
         """See DraftConnection: the stream is accepted at once."""
@@ -80,7 +80,7 @@ class ColocatedDraft:
         """See DraftConnection."""
         stream = self._stream
         pieces = [replace(message, projected=stream.projected) for message in messages]
-        self._guarded(lambda: self._hear(with_rows(pieces, stream.row_bytes, None)))
+        self._guarded(lambda: self._handle(with_rows(pieces, stream.row_bytes, None)))
         self._features.released(self, messages[-1].sequence)
 
     def reset(self) -> None:
@@ -95,23 +95,23 @@ class ColocatedDraft:
             return False
         growth = self._requests.growth
         if growth.idle and not growth.has_updates:
-            self._drafts.said_all(self)
+            self._drafts.on_silence(self)
             return False
         self._guarded(partial(self._grow, time.perf_counter() + seconds, interrupted))
-        self._tell()
+        self._send_answers()
         return True
 
     def work(self, seconds: float, interrupted: Callable[[], bool], *, is_idle: bool = False) -> None:
         """Do work that no round waits for, for about `seconds`: compute prompts, learn texts, acknowledge commits.
 
-        A draft in doubt grows, too, if it was told of a commit to be judged by. `is_idle`: there is no round, so all
+        A draft in doubt grows, too, if it got a commit to be judged by. `is_idle`: there is no round, so all
         work is done that there is.
         """
         if not self._has_left():
             self._guarded(partial(self._work, time.perf_counter() + seconds, interrupted, is_idle))
-            self._tell()
+            self._send_answers()
 
-    def _hear(self, messages: list[VerifyMessage] | list[Features]) -> None:
+    def _handle(self, messages: list[VerifyMessage] | list[Features]) -> None:
         for message in messages:
             self._requests.handle(self._port, message)
 
@@ -124,7 +124,7 @@ class ColocatedDraft:
 
     def _work(self, end: float, interrupted: Callable[[], bool], is_idle: bool) -> None:
         growth = self._requests.growth
-        if self._drafts.awaits_look(self):
+        if self._drafts.awaits_probe_answer(self):
             self._grow(math.inf, interrupted)
         while growth.is_behind or (is_idle and not growth.idle):
             if interrupted() or time.perf_counter() >= end:
@@ -133,7 +133,7 @@ class ColocatedDraft:
         while growth.has_work and not interrupted() and (now := time.perf_counter()) < end:
             growth.work(min(now + _WORK_SECONDS, end))
 
-    def _tell(self) -> None:
+    def _send_answers(self) -> None:
         self._guarded(self._requests.send_nodes)
         if self._answers:
             self._drafts.receive(self, self._answers, time.monotonic())

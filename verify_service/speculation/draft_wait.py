@@ -116,9 +116,9 @@ class DraftWaitState:
     paused: bool = False
     """Whether the request is preempted."""
     opened_at: float = -math.inf
-    """When the replica was told of the request."""
+    """When the request was opened with the replica."""
     sent_at: float | None = None
-    """When the draft was told of the commit that it should answer; None until then."""
+    """When the commit that the draft should answer was sent; None until then."""
     awaits_answer: bool = False
     """Whether the answer to the last commit is worth waiting for and has not come."""
     after_hit: bool = False
@@ -161,7 +161,7 @@ class DraftWaitState:
 
     @property
     def expects(self) -> bool:
-        """Whether the draft may bring nodes soon that a round would want."""
+        """Whether the draft may soon bring nodes that a round could take."""
         if not self.awaits_answer and self.answered_at is None:
             return False
         return not (self.paused or self.mode.resting or self.skips_wait or self.backoff.in_doubt)
@@ -173,7 +173,7 @@ class DraftWaitState:
         return excess >= 0 and self.num_skipped < min(1 << min(excess, 30), _MAX_SKIPPED_COMMITS)
 
     def on_open(self, health: ReplicaHealth, at: float) -> None:
-        """Note that a replica with this health was told of the request."""
+        """Note that the request was opened with a replica of this health."""
         self.health, self.is_served = health, True
         self.opened_at = self.sent_at = at
         self.awaits_answer = True
@@ -195,11 +195,11 @@ class DraftWaitState:
         self.paused, self.answered_at = True, None
 
     def on_silence(self) -> None:
-        """Note that the draft says nothing more to the newest commit."""
+        """Note that the draft sends nothing more in answer to the newest commit."""
         self.awaits_answer, self.answered_at = False, None
 
     def on_commit(self) -> None:
-        """Note that the mirror was re-rooted: answers to the commit before are over, and the draft was not told yet."""
+        """Note that the mirror was re-rooted: answers to the commit before are over, and this one was not sent yet."""
         mode, has_nodes = self.mode, self.mirror.has_nodes
         mode.launched_at = math.inf
         self.num_skipped += self.skips_wait
@@ -224,7 +224,7 @@ class DraftWaitState:
         self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0
 
     def on_sent(self, at: float) -> None:
-        """Note that the draft was told of the commit."""
+        """Note that the commit was sent."""
         self.sent_at = at if self.has_answered else self.opened_at
 
     def on_wait(self) -> None:
@@ -246,7 +246,7 @@ class DraftWaitState:
 
         `num_requests`: number of requests that the replica serves.
         """
-        # A draft that shares cores with rounds says all there is in its answer.
+        # A draft that shares cores with rounds sends all its nodes in its answer.
         by_parts = num_requests <= _MAX_PART_REQUESTS and not self.mode.every_answer
         self.num_messages += 1
         if at > self.mode.launched_at:
@@ -304,7 +304,7 @@ class DraftWaitState:
         """Return the chances of the best `count` nodes, and that of a committed path past a childless one of them."""
         forest = Forest([self.mirror], [count])
         chances = list(islice(forest.best(), count))
-        return chances, forest.ends(0, len(chances))
+        return chances, forest.end_chance(0, len(chances))
 
     def _learn_gain(self, excess: float) -> None:
         """Learn that an answer promised so much more than expected."""
@@ -442,7 +442,7 @@ class DraftWaitPolicy:
             return 0.0
         gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
         num_nodes = np.minimum(choice.num_nodes + len(real) * _NODE_COUNTS, self._budget.max_nodes)
-        seconds, _ = self._budget.cost.after(num_tokens, int(num_nodes[-1]) + 1)
+        seconds, _ = self._budget.cost.seconds_from(num_tokens, int(num_nodes[-1]) + 1)
         then = np.array(seconds)[num_nodes] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.

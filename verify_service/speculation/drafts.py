@@ -36,7 +36,7 @@ CONFIRM_SECONDS = 0.1
 CREDIT_ROUNDS = 16
 """Rounds' worth of nodes that a draft may hold for a request, half of that if more than two share the rounds.
 
-When a round's nodes are chosen, the draft has not heard of the last commit; the nodes for the next round must be there
+When a round's nodes are chosen, the draft has not received the last commit; the nodes for the next round must be there
 by then. So the tree must reach two rounds deep: the nodes in flight, and those below the most likely of them. Only some
 of either are on the committed path, and a round ends with a token that was unlikely: the next round's nodes hang below
 one of many such tokens. In simulations, half as many nodes cost 2 to 3 % of tokens per second, and twice as many bring
@@ -47,8 +47,8 @@ MAX_CALIBRATORS = 64
 """Most drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
 
 _MAX_UNSENT_TOKENS = 64
-"""Most committed tokens that a draft is not told of because no round waits for it, or it rests: it must compute them
-once it is told."""
+"""Most committed tokens that are not sent to a draft because no round waits for it, or it rests: it must compute them
+once they are sent."""
 
 _MIN_GRANTED_NODES = 4
 """Fewest nodes of a round that a request is granted, however many other requests there are."""
@@ -69,7 +69,7 @@ class SpeculativeRequest:
     credit: int
     """Live nodes that the draft may hold."""
     number: int = 0
-    """Number by which the replica knows the request; a new one each time the request is opened."""
+    """The request's number in messages to the replica; a new one each time the request is opened."""
     replica: DraftReplica | None = None
     retry_at: float = 0.0
     refused_by: set[DraftConnection] = field(default_factory=set)
@@ -77,13 +77,13 @@ class SpeculativeRequest:
     num_features_sent: int = 0
     """Number of positions whose features were sent to the draft, or are on their way."""
     num_unsent_tokens: int = 0
-    """Committed tokens that the draft was not told of, because it is in doubt, rests, or no round waited for it."""
+    """Committed tokens that were not sent, because the draft is in doubt, rests, or no round waited for it."""
     num_used_nodes: float = 0.0
     """Nodes that rounds took of the tree lately."""
 
     @property
     def feature_end(self) -> int:
-        """Number of positions whose features the draft should have: all stored ones of tokens that it was told of."""
+        """Number of positions whose features the draft should have: all stored ones of tokens that were sent."""
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_unsent_tokens)
 
 
@@ -115,7 +115,7 @@ class DraftReplica:
 class Drafts:
     """All draft replicas and speculative requests of a verify engine, whose thread alone uses it.
 
-    Losing a replica loses its trees and nothing else: their requests go on with plain decoding until another is there.
+    Losing a replica loses its trees and nothing else: their requests go on with plain decoding until another connects.
     """
 
     vocab_size: int
@@ -139,13 +139,13 @@ class Drafts:
         return self.mode.resting
 
     def rest(self, resting: bool) -> None:
-        """Let drafts rest, so that they rarely hear of commits and grow little; or end that, and tell them of all."""
+        """Let drafts rest, so that they rarely get commits and grow little; or end that, and send them all commits."""
         ends = self.mode.resting and not resting
         self.mode.resting = resting
         if ends:
             for spec in self._requests.values():
                 if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
-                    self._tell(spec)
+                    self._queue_commit(spec)
             self.flush()
 
     def spec(self, request: Request) -> SpeculativeRequest | None:
@@ -196,7 +196,7 @@ class Drafts:
         return min(rounds * max(share, math.ceil(spec.num_used_nodes), _MIN_GRANTED_NODES), self.max_nodes)
 
     def send_commit(self, request: Request, num_tokens: int, credit: int) -> None:
-        """Tell the draft of the request's last `num_tokens` tokens, which `on_commit` has followed."""
+        """Queue a commit of the request's last `num_tokens` tokens for the draft, unless it can wait."""
         spec = self._requests.get(request)
         if spec is None:
             return
@@ -206,18 +206,18 @@ class Drafts:
         spec.num_unsent_tokens += num_tokens
         spec.credit = credit
         if not spec.backoff.skips() and not self._can_wait(spec):
-            self._tell(spec)
+            self._queue_commit(spec)
 
-    def tell_awaited(self, requests: Iterable[Request]) -> None:
-        """Tell the drafts that the next round waits for about commits that they do not know yet."""
+    def send_awaited_commits(self, requests: Iterable[Request]) -> None:
+        """Send drafts the commits that they lack, if the next round waits for them."""
         for request in requests:
             spec = self._requests.get(request)
             if spec is not None and spec.wait.round_waited and spec.replica is not None and spec.num_unsent_tokens:
-                self._tell(spec)
+                self._queue_commit(spec)
         self.flush()
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
-        """Whether the request's draft need not be told of a commit yet: it rests, or shares cores with rounds and none
+        """Whether a commit need not be sent yet: the draft rests, or shares cores with rounds and none
         waits for it. Growth beside a round would take its cores, for a commit that is outdated once the tree is there.
         """
         if self.resting:
@@ -227,7 +227,7 @@ class Drafts:
             return False
         return not spec.wait.round_waited and spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
 
-    def _tell(self, spec: SpeculativeRequest) -> None:
+    def _queue_commit(self, spec: SpeculativeRequest) -> None:
         assert spec.replica is not None
         mirror, tokens = spec.mirror, spec.request.tokens
         num_tokens, spec.num_unsent_tokens = spec.num_unsent_tokens, 0
@@ -262,10 +262,10 @@ class Drafts:
         """Stop speculating for a request that ended."""
         spec = self._requests.pop(request, None)
         if spec is not None:
-            self._detach(spec, tell=True)
+            self._detach(spec, send_close=True)
 
     def connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
-        """Take in a draft whose session began; requests without a draft get this one."""
+        """Add a draft whose session began; requests without a draft get this one."""
         calibrator = self._calibrators.pop(connection.address, None) or Calibrator()
         self._calibrators[connection.address] = calibrator
         if len(self._calibrators) > MAX_CALIBRATORS:
@@ -280,7 +280,7 @@ class Drafts:
         for spec in self._requests.values():
             spec.refused_by.discard(connection)
         for spec in list(replica.requests.values()) if replica else []:
-            self._detach(spec, tell=False)
+            self._detach(spec, send_close=False)
             self._assign(spec)
 
     def receive(self, connection: DraftConnection, messages: Iterable[DraftMessage], arrived_at: float) -> None:
@@ -288,7 +288,7 @@ class Drafts:
         replica = self.replicas.get(connection)
         if replica is None:
             return
-        replica.health.heard()
+        replica.health.on_message()
         for message in messages:
             match message:
                 case Grow():
@@ -298,14 +298,13 @@ class Drafts:
                 case _:
                     self.dropped["unexpected"] += 1
 
-    def said_all(self, connection: DraftConnection) -> None:
-        """Note that a draft has nothing more to say until it is told something."""
+    def on_silence(self, connection: DraftConnection) -> None:
+        """Note that a draft sends nothing more until it gets a message."""
         for spec in self.replicas[connection].requests.values():
             spec.wait.on_silence()
 
-    def awaits_look(self, connection: DraftConnection) -> bool:
-        """Whether a draft in doubt was told of a commit to be judged by, for which no round waits, and has not followed
-        it."""
+    def awaits_probe_answer(self, connection: DraftConnection) -> bool:
+        """Whether a draft in doubt was sent a commit to judge it by, for which no round waits, and has not answered."""
         return any(
             spec.backoff.in_doubt and spec.wait.sent_at is not None and not spec.wait.num_messages
             for spec in self.replicas[connection].requests.values()
@@ -394,7 +393,7 @@ class Drafts:
 
     def renew_features(self, epoch: int) -> None:
         """Begin an epoch whose requests have features stored, or other ones than before. Drafts that need features
-        serve nobody for now.
+        serve no requests for now.
 
         Drafts that can do without keep requests for which they have got none; other requests are opened again, since
         their new features begin at the first position.
@@ -404,7 +403,7 @@ class Drafts:
             terms = replica.terms
             for spec in list(replica.requests.values()) if terms.feature_layers else []:
                 if spec.num_features_sent or not terms.features_optional:
-                    self._detach(spec, tell=True)
+                    self._detach(spec, send_close=True)
                     self._assign(spec)
 
     def _open(self, spec: SpeculativeRequest, replica: DraftReplica) -> None:
@@ -425,12 +424,12 @@ class Drafts:
         if spec.wait.paused:
             replica.outbox.append(Pause(spec.number))
 
-    def _detach(self, spec: SpeculativeRequest, tell: bool) -> None:
+    def _detach(self, spec: SpeculativeRequest, send_close: bool) -> None:
         if spec.replica is not None:
             self._learn(spec.replica, [spec])
             spec.replica.requests.pop(spec.number, None)
             spec.replica.health.forget(spec.number)
-            if tell:
+            if send_close:
                 spec.replica.outbox.append(Close(spec.number))
             spec.replica = None
         spec.wait.on_close()
@@ -453,7 +452,7 @@ class Drafts:
         """Open a request again, with any replica that may serve it; with a pause if it was opened just before."""
         again = self.clock() - spec.wait.opened_at < REOPEN_SECONDS
         spec.retry_at = self.clock() + REOPEN_SECONDS if again else spec.retry_at
-        self._detach(spec, tell=True)
+        self._detach(spec, send_close=True)
         self._assign(spec)
 
     def _decline(self, replica: DraftReplica, decline: Decline) -> None:
@@ -462,14 +461,14 @@ class Drafts:
         if spec is None:
             return
         # Close it with the draft in any case: a request declined by a broken message is still open there.
-        self._detach(spec, tell=True)
+        self._detach(spec, send_close=True)
         if decline.reason is DeclineReason.DRAINING:
             replica.draining = True
         elif not decline.retryable:
             spec.refused_by.add(replica.connection)
         else:
-            told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
-            if not told_anew or self.clock() - spec.wait.opened_at < REOPEN_SECONDS:
+            cured_by_open = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
+            if not cured_by_open or self.clock() - spec.wait.opened_at < REOPEN_SECONDS:
                 spec.retry_at = self.clock() + REOPEN_SECONDS
         self._assign(spec)
 

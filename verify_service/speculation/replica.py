@@ -177,7 +177,7 @@ class ReplicaHealth:
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
         self._silence = 0.0
-        """Seconds, since anything was heard, of waits for answers about requests that have ended."""
+        """Seconds, since the last message, of waits for answers about requests that have ended."""
 
     def sent(self, number: int, length: int) -> None:
         """Note that a request was opened or committed up to `length`; its oldest unanswered message counts."""
@@ -192,14 +192,14 @@ class ReplicaHealth:
         seconds = max(at - since, 0.0)
         self.unreported.append(seconds)
         self.times.note(seconds)
-        # A commit sent while this answer was under way is still unanswered: nobody else would notice a missing answer.
+        # A commit sent while this answer was under way is still unanswered: nothing else would notice a missing answer.
         if self._newest[number][0] > acked_len:
             self._unanswered[number] = self._newest[number]
         else:
             self._drop(number)
 
-    def heard(self) -> None:
-        """Note that the draft has said something, about whatever request."""
+    def on_message(self) -> None:
+        """Note that the draft has sent a message, about whatever request."""
         self._silence = 0.0
 
     def forget(self, number: int) -> None:
@@ -285,21 +285,21 @@ there once in 800 trials, and guesses that are right less often hardly pay for w
 
 _MIN_SKIPPED = 4
 _MAX_SKIPPED = 32
-"""Commits in a row that a draft in doubt is not told of: at first, and at most. The number doubles each time."""
+"""Commits in a row that are not sent to a draft in doubt: at first, and at most. The number doubles each time."""
 
 
 @dataclass(slots=True)
 class DraftBackoff:
     """How a draft's guesses did lately. A draft without guesses costs little, and does not show what it is worth.
 
-    A draft in doubt would cost as much as any: commits and features are sent, answers are read. So it is told of
-    commits rarely, of several at once, and grows little. The first right guess ends the doubt.
+    A draft in doubt would cost as much as any: commits and features are sent, answers are read. So it gets
+    commits rarely, several at once, and grows little. The first right guess ends the doubt.
     """
 
     num_wrong: int = 0
     """Looks in a row at guesses for committed tokens that found no right one."""
     num_skipped: int = 0
-    """Commits that the draft was not told of since it last was."""
+    """Commits that were not sent since one last was."""
 
     @property
     def in_doubt(self) -> bool:
@@ -307,7 +307,7 @@ class DraftBackoff:
         return self.num_wrong >= MAX_WRONG_LOOKS
 
     def restart(self, num_wrong: int) -> None:
-        """Begin with another draft, whose guesses were wrong so many times in a row."""
+        """Begin with another draft, whose guesses were wrong in so many looks in a row."""
         self.num_wrong, self.num_skipped = num_wrong, 0
 
     def judge(self, seen: Sequence[Observation]) -> None:
@@ -318,7 +318,7 @@ class DraftBackoff:
             self.num_wrong += 1
 
     def skips(self) -> bool:
-        """Whether the draft need not be told of a commit now; call this once for each commit."""
+        """Whether a commit need not be sent now; call this once for each commit."""
         doubt = self.num_wrong - MAX_WRONG_LOOKS
         if doubt >= 0 and self.num_skipped < min(_MIN_SKIPPED << min(doubt, 10), _MAX_SKIPPED):
             self.num_skipped += 1

@@ -179,7 +179,7 @@ class BatchManager:
             elif fresh:
                 behind.append(context)
         self._reroot(behind, discards=self._options.lockstep_steps > 0 or self.is_lone)
-        self.look_at(changed)
+        self.update(changed)
         self._forest.tidy()
 
     def follow_ahead(self, excluded: Container[DraftContext], *, misses: bool) -> list[DraftContext]:
@@ -218,12 +218,12 @@ class BatchManager:
         for context in self._deferred.values():
             self._note_root_run(context)
 
-    def look_at(self, contexts: Iterable[DraftContext]) -> None:
+    def update(self, contexts: Iterable[DraftContext]) -> None:
         """Update requests whose root, tree, credit or features may have changed."""
         changed = list(contexts)
         is_full = self._options.most_steps > 0 and any(self.kv_manager.is_full(context) for context in changed)
         for context in changed:
-            self._look_at(context)
+            self._update(context)
         if is_full:
             for context in list(self._contexts.values()):
                 if context.root_run:
@@ -347,7 +347,7 @@ class BatchManager:
         if not context.root_run and self._has_run_root(context):
             context.root_run, context.root_final, context.root_in_burst = True, not context.lag, False
 
-    def _look_at(self, context: DraftContext) -> None:
+    def _update(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts:
             return
         self._note_root_run(context)

@@ -45,7 +45,7 @@ class _ActiveBurst:
     more: PendingBurst | None = None
     """The part after `pending`, if it is queued."""
     is_outdated: bool = False
-    """Whether the forest has followed commits that the burst cannot be told of."""
+    """Whether the forest has followed commits that cannot be passed to the burst."""
 
 
 def _immediately() -> bool:
@@ -55,7 +55,7 @@ def _immediately() -> bool:
 class BurstGrower(Grower):
     """Keeps one burst running, and appends the nodes that earlier parts brought to the authors' trees.
 
-    While a burst runs, the forest follows commits at once if it can, and the device is told of them with the next
+    While a burst runs, the forest follows commits at once if it can, and the device gets them with the next
     part. The burst ends if anything else waits.
     """
 
@@ -324,7 +324,7 @@ class BurstGrower(Grower):
                 # Uncached tokens that were run without the root do not count as steps of a tree.
                 manager.spend((row for row in plan.rows if manager.rows[row].root_run), num_steps)
             manager.release_closed()  # others may need their pages now
-            manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
+            manager.update(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
         manager.admit()
         if manager.has_changes:
             self._nothing_to_run = False

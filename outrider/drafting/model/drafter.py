@@ -66,7 +66,7 @@ class GrowthOptions:
     lockstep_width: int = _LOCKSTEP_WIDTH
     """Nodes of each request in a step of such a tree."""
     most_steps: int = 0
-    """Most steps in all parts of a burst. A burst goes on, past commits that it can be told of, until something waits
+    """Most steps in all parts of a burst. A burst goes on, past commits that can be passed to it, until something waits
     for its end; with 0 it has one part."""
 
     renews_roots: bool = False

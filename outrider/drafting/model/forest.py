@@ -45,7 +45,7 @@ class DraftForest:
         num_run: intp [R], entries that were run, the root included.
         quotas: intp [R], entries that may be run, the root included; 0 while the tree must not grow.
         last_positions: int32 [R], position of the deepest node that may be run.
-        shifts: float64 [R], path score of the root, counted from the root that the running burst was last told of.
+        shifts: float64 [R], path score of the root, counted from the root that the running burst got last.
     """
 
     def __init__(self, shape: BurstShape, floor: float, max_entries: int) -> None:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 _MIN_FORCED_TOKENS = 7
 """Uncached tokens of a request that a burst can always compute: a separate forward would delay the burst."""
 _MAX_STALE_TOKENS = 6
-"""Uncached tokens without final KV at which the running burst is told to run them; two commits bring about so many."""
+"""Uncached tokens without final KV that are enough to have the running burst run them; two commits bring so many."""
 _MIN_MOVE_ALONG = 8
-"""Uncached tokens to move along when others' are moved, so that no burst ends for them a few rounds later."""
+"""Uncached tokens of a request that are enough to move their KV when other requests' KV is moved, so that no burst ends
+for them a few rounds later."""
 
 
 class TreeSlots:
@@ -68,7 +69,7 @@ class TreeSlots:
         return starts, ends
 
     def lease_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
-        """Lease further free slots to the running burst, which is told of the commits that freed them at the same time.
+        """Lease further free slots to the running burst, which gets the commits that freed them at the same time.
 
         `counts`: most leased slots of each row, including those that are leased already and not filled.
         """
@@ -104,7 +105,7 @@ class TreeSlots:
         self._leased[rows, slots] = False
         self.free(rows, slots)
 
-    def take_back(self, rows: NDArray[np.integer[Any]]) -> None:
+    def end_leases(self, rows: NDArray[np.integer[Any]]) -> None:
         """End the leases of rows, given in ascending order: slots that the burst did not fill are free."""
         places, slots = self._leased[rows, ::-1].nonzero()  # the lowest slot of each row comes out first next time
         self._leased[rows] = False
@@ -113,7 +114,7 @@ class TreeSlots:
     def free(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
         """Free live or taken slots. `rows` may be one row for all.
 
-        The running burst may still read the slots until it is told of the commit that freed them.
+        The running burst may still read the slots until it gets the commit that freed them.
         """
         if isinstance(rows, int):
             self.live[rows][slots] = False

@@ -209,11 +209,11 @@ class BurstPlan:
     is_full: bool = True
     """Whether the last step that landed ran enough nodes to make further steps worth it."""
     rerooted_rows: set[int] = field(default_factory=set)
-    """Rows of the runner with new roots, which the device is told of with the next part."""
+    """Rows of the runner with new roots, which the device gets with the next part."""
     closed_rows: set[int] = field(default_factory=set)
-    """Rows of the runner that were closed, which the device is told of with the next part."""
+    """Rows of the runner that were closed, which is passed to the device with the next part."""
     spreads_from: int = 0
-    """The step at which the device was last told of a new root; at first, few nodes below that can be run."""
+    """The step at which the device last got a new root; at first, few nodes below that can be run."""
 
 
 class Planner:
@@ -382,7 +382,7 @@ class Planner:
         return take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
 
     def reroots(self, plan: BurstPlan, forced: Sequence[ForcedTokens]) -> Reroots | None:
-        """Return the new roots and forced tokens to tell the device with the next part; None if there are none.
+        """Return the new roots and forced tokens to pass to the device with the next part; None if there are none.
 
         Trees that may grow and have no leased slot left get their roots again, along with new slots.
         """
@@ -447,7 +447,7 @@ class Planner:
     def land(self, plan: BurstPlan, result: BurstResult) -> None:
         """Take the result of the last part, and end leases and forced tokens."""
         self.take(plan, result)
-        self._forest.slots.take_back(plan.burst.rows.rows)
+        self._forest.slots.end_leases(plan.burst.rows.rows)
         for one in plan.forced:
             land_forced(self._forest, one)
         plan.forced = []

@@ -82,8 +82,8 @@ class RoundTrees:
             return torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
 
         parts = [max_rows + 1, max_rows, max_rows, max_rows, 1]
-        self._told, self._limits = host_ints(sum(parts)), ints(sum(parts))
-        self._host_limits = [part.numpy() for part in self._told.split(parts)]
+        self._staged_limits, self._limits = host_ints(sum(parts)), ints(sum(parts))
+        self._host_limits = [part.numpy() for part in self._staged_limits.split(parts)]
         self._row_of, self._max_nodes, self._max_depth, self._drafted, self._most = self._limits.split(parts)
         parts = [max_tokens, max_tokens, max_tokens, max_rows + 1]
         self._read, self._nodes = host_ints(sum(parts)), ints(sum(parts))
@@ -94,9 +94,9 @@ class RoundTrees:
         self._fetched_at = torch.cuda.Event() if pinned else None
         positions, rows, root, table_rows = ints(max_tokens), ints(max_tokens), ints(max_rows), ints(max_rows)
         self._tokens = RoundTokens(token_ids, positions, parents, rows, first, root, table_rows, cached_len=root)
-        self.tell(())
+        self.set_limits(())
 
-    def tell(self, rows: Sequence[RowTree], num_nodes: int = 0) -> None:
+    def set_limits(self, rows: Sequence[RowTree], num_nodes: int = 0) -> None:
         """Set what the rows of the next round take, in their order, of the best `num_nodes` nodes of all trees.
 
         All other rows take nothing.
@@ -115,8 +115,8 @@ class RoundTrees:
         drafted[:count] = [tree.is_drafted for tree in rows]
 
     def to_device(self) -> None:
-        """Queue the copy of the limits that `tell` has set; may be captured."""
-        self._limits.copy_(self._told, non_blocking=True)
+        """Queue the copy of the limits that `set_limits` has set; may be captured."""
+        self._limits.copy_(self._staged_limits, non_blocking=True)
 
     def drafted(self, num_rows: int) -> Tensor:
         """Return flags on the device, int32 [num_rows], 1 where the next tree is to be grown."""

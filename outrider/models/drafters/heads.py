@@ -274,8 +274,8 @@ class BlockHead(DraftHead):
         """
         if self._markov is None:
             return rows, memory
-        said, memory = self._markov(tokens, rows, memory)
-        return torch.cat((rows, said), 1), memory
+        values, memory = self._markov(tokens, rows, memory)
+        return torch.cat((rows, values), 1), memory
 
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel. `rows` [M, hidden] are those of places; with DSPARK, values of tokens may follow in each."""
@@ -312,8 +312,8 @@ class BlockHead(DraftHead):
         """
         if self._markov is None:
             return read_logits(blocks, where, positions), memory
-        said, memory = self._markov.read(blocks, where, tokens, positions, memory)
-        return read_logits(blocks, where, positions, self._markov.product(said)), memory
+        values, memory = self._markov.read(blocks, where, tokens, positions, memory)
+        return read_logits(blocks, where, positions, self._markov.product(values)), memory
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
@@ -360,16 +360,16 @@ class MarkovHead:
                 self._gate.weight.copy_(self._gate.weight.roll(self._rank, 1))
             self._gate.pack()
 
-    def product(self, said: Tensor) -> Tensor:
-        """Return what is added to places' logits, float32 [M, num_guessed], for the values `said` [M, rank]."""
-        return self._output.to_float32(said)
+    def product(self, values: Tensor) -> Tensor:
+        """Return what is added to places' logits, float32 [M, num_guessed], for the values `values` [M, rank]."""
+        return self._output.to_float32(values)
 
     def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return values [M, rank] for tokens [M], rows [M, hidden] and memory [M, rank or 0], and the new memory."""
         embedded = functional.embedding(tokens, self._embedding)
         if self._gate is None:
             return embedded, memory
-        return self._said(self._gate, torch.cat((memory, embedded, rows), 1), memory)
+        return self._values(self._gate, torch.cat((memory, embedded, rows), 1), memory)
 
     def read(
         self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
@@ -378,9 +378,9 @@ class MarkovHead:
         if self._gate is None:
             return functional.embedding(tokens, self._embedding), memory
         inputs = read_inputs(blocks, where, positions, memory, tokens, self._embedding)
-        return self._said(self._gate, inputs, memory)
+        return self._values(self._gate, inputs, memory)
 
-    def _said(self, gate: Linear, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(self, gate: Linear, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return values and memory for memory, embeddings and rows, side by side [M, (rank or 0) + rank + hidden]."""
         joint = gate(inputs)
         if self._kind == "gated":

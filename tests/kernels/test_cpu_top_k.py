@@ -1,4 +1,4 @@
-"""The best of rows of ranks against torch's."""
+"""The top k of rows of values against torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu.layout import LANES, MAX_BEST
-from kernels.cpu.rows import best_of, fits_ranks
+from kernels.cpu.rows import fits_top_k, write_top_k
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -28,10 +28,10 @@ def test_best_are_torchs(count: int, vectors: int, best: int, levels: int, hidde
     ranks = (torch.randint(0, levels, (count, size), generator=generator) / levels * 20).float()
     ranks[torch.rand(count, size, generator=generator) < hidden] = -torch.inf
     best = min(best, size)
-    assert fits_ranks(ranks, best)
+    assert fits_top_k(ranks, best)
     ids = torch.randperm(size, generator=generator).int()
     tokens, scores = torch.empty(count, best, dtype=torch.int32), torch.empty(count, best)
-    best_of(ranks, ids, tokens, scores)
+    write_top_k(ranks, ids, tokens, scores)
     values, places = ranks.sort(dim=1, descending=True, stable=True)
     wanted = torch.log_softmax(ranks, 1).gather(1, places)[:, :best]
     is_there = values[:, :best] > -torch.inf
@@ -43,5 +43,5 @@ def test_rows_with_nothing_to_compare_have_no_best() -> None:
     ranks = torch.zeros(3, 2 * LANES)
     ranks[0, 5], ranks[1, 3], ranks[2] = torch.nan, torch.inf, -torch.inf
     tokens, scores = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
-    best_of(ranks, torch.arange(2 * LANES, dtype=torch.int32), tokens, scores)
+    write_top_k(ranks, torch.arange(2 * LANES, dtype=torch.int32), tokens, scores)
     assert (tokens == -1).all() and (scores == -torch.inf).all()
