@@ -21,8 +21,9 @@ from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_rea
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
 from outrider.rpc.transport import PeerAddresses
 from outrider.v1 import verify_pb2_grpc
-from verify_service.door.admission import Admission, GrammarChecker
+from verify_service.door.admission import Admission
 from verify_service.door.dialer import DraftDialer, DraftDialers
+from verify_service.door.grammar_checker import GrammarChecker
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer

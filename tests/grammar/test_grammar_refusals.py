@@ -30,8 +30,9 @@ from outrider.protocol.speculation import Open
 from outrider.protocol.speculation_codec import decode_verify, encode_verify
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, verify_pb2
-from verify_service.door import admission
-from verify_service.door.admission import Admission, GrammarChecker, Sandbox
+from verify_service.door import grammar_checker
+from verify_service.door.admission import Admission
+from verify_service.door.grammar_checker import GrammarChecker, Sandbox
 
 
 def schema(value: Any) -> Grammar:
@@ -414,8 +415,8 @@ async def test_a_grammar_that_broke_its_process_is_tried_again_and_what_the_proc
             raise ConnectionError
         return await real(process, body)
 
-    real = admission._ask
-    monkeypatch.setattr(admission, "_ask", ask)
+    real = grammar_checker._ask
+    monkeypatch.setattr(grammar_checker, "_ask", ask)
     try:
         with pytest.raises(InvalidRequestError, match="too much memory"):
             await checker.check(OBJECT)
@@ -469,8 +470,8 @@ async def test_a_key_with_many_grammars_leaves_places_and_turns_to_others(
         await may_go.wait()
         return await real(process, body)
 
-    real = admission._ask
-    monkeypatch.setattr(admission, "_ask", ask)
+    real = grammar_checker._ask
+    monkeypatch.setattr(grammar_checker, "_ask", ask)
     flood = [asyncio.create_task(checker.check(regex(f"a{{{count}}}"), "flood/0")) for count in range(1, 61)]
     try:
         # All have asked: those without a place are told so at once, and the others wait.

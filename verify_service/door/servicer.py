@@ -15,7 +15,8 @@ from outrider.errors import OverloadedError, UnavailableError
 from outrider.protocol.generation import GenerationUpdate, VerifyInfo, VerifyLoad, join_updates
 from outrider.protocol.generation_codec import INFO, LOAD, UPDATE
 from outrider.v1 import verify_pb2, verify_pb2_grpc
-from verify_service.door.admission import Admission, GrammarChecker
+from verify_service.door.admission import Admission
+from verify_service.door.grammar_checker import GrammarChecker
 from verify_service.door.remote import RemoteVerifyEngine
 
 Context = grpc.aio.ServicerContext[Any, Any]
