@@ -392,7 +392,7 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     """The current name of max_tokens."""
     return_token_ids: bool | None = Field(None, description="Return the token ids of the prompt and of each answer.")
     return_tokens_as_token_ids: bool | None = None
-    """Name tokens by id, like token_id:5, where log-probabilities are told."""
+    """Name tokens by id, like token_id:5, where log-probabilities are returned."""
     no_stop_trim: bool | None = Field(None, description="include_stop_str_in_output under SGLang's name.")
 
     @model_validator(mode="after")
