@@ -27,9 +27,10 @@ from outrider.config.gateway import GatewayOptions
 from outrider.logs import get_logger
 from outrider.rpc.credentials import TokenSource, peer_tokens
 from outrider.rpc.lifecycle import run_service, write_ready_file
+from outrider.rpc.peers import PeerAddresses
 from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, PeerAddresses, is_local
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
 _logger = get_logger(__name__)

@@ -18,8 +18,8 @@ from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
 from outrider.rpc.credentials import door_tokens, peer_tokens
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
+from outrider.rpc.peers import PeerAddresses
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
-from outrider.rpc.transport import PeerAddresses
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.dialer import DraftDialer, DraftDialers

@@ -18,9 +18,9 @@ from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo, VerifyLoad
 from outrider.protocol.generation_codec import INFO, LOAD, REQUEST, UPDATE
 from outrider.rpc.channel import open_channel
+from outrider.rpc.peers import PeerAddresses
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.transport import PeerAddresses
 from outrider.v1 import verify_pb2
 from outrider.v1.verify_pb2_grpc import VerifyServiceStub
 

@@ -21,9 +21,10 @@ from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls,
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError, count_of, reason_of
 from outrider.rpc.channel import open_channel
+from outrider.rpc.peers import DNS_SCHEME, look_up, split_name
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.transport import DNS_SCHEME, is_local, look_up, split_name
+from outrider.rpc.transport import is_local
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.doctor import Finding, note, ok, problem, warning
 

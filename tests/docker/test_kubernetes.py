@@ -19,7 +19,7 @@ from kustomized import LOADER, Manifest, Manifests, documents, kustomized, named
 from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import parse_options
 from outrider.config.service import ServiceOptions
-from outrider.rpc.transport import PeerAddresses
+from outrider.rpc.peers import PeerAddresses
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

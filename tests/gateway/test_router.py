@@ -13,7 +13,7 @@ from gateway.core.router import Replica, ReplicaState, Router
 from outrider.errors import UnavailableError
 from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.protocol.generation_codec import UPDATE
-from outrider.rpc.transport import PeerAddresses
+from outrider.rpc.peers import PeerAddresses
 from outrider.sampling.params import SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
-from outrider.rpc.transport import PeerAddresses
+from outrider.rpc.peers import PeerAddresses
 
 
 class Names:

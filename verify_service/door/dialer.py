@@ -15,7 +15,7 @@ from outrider.logs import ThrottledWarnings, get_logger
 from outrider.protocol.speculation import Hello
 from outrider.protocol.speculation_codec import decode_draft, encode_verify
 from outrider.rpc.channel import open_channel
-from outrider.rpc.transport import PeerAddresses
+from outrider.rpc.peers import PeerAddresses
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.door.remote import RemoteVerifyEngine

@@ -12,7 +12,7 @@ import pytest
 from names_shown import Names
 
 from outrider.errors import ConfigError
-from outrider.rpc.transport import PeerAddresses, look_up
+from outrider.rpc.peers import PeerAddresses, look_up
 
 
 def peers(names: Names, *given: str) -> PeerAddresses:
