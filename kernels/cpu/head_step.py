@@ -17,7 +17,7 @@ from kernels.cpu.isa import needed_isa
 from kernels.cpu.layout import HEAD_ARGS, MAX_BEST, TILE, StackShape, chunk_of, prepared_size
 from kernels.cpu.products import Packed, function_address
 from kernels.cpu.rows import row_function
-from kernels.cpu.stack import Ends, StackPlan
+from kernels.cpu.stack import HeadCall, StackPlan
 
 
 class HeadWeights(NamedTuple):
@@ -111,7 +111,7 @@ class HeadStep:
         output, isa = self._weights.output, needed_isa()
         self._check(plan.rows, token_ids, links, ranking)
         stream = torch.empty(plan.rows, self._shape.hidden, dtype=torch.bfloat16)
-        given = torch.empty(plan.rows, self._shape.given, dtype=torch.bfloat16)
+        qkv_input = torch.empty(plan.rows, self._shape.qkv_input_size, dtype=torch.bfloat16)
         found = Stepped(torch.empty(plan.rows, output.num_out))
         fields = self._fields | {
             "tokens": token_ids.data_ptr(), "taken": links.taken.data_ptr(), "left": links.left.data_ptr(),
@@ -126,8 +126,8 @@ class HeadStep:
                 "found": tokens.data_ptr(), "scores": scores.data_ptr(),
             }  # fmt: skip
         words = np.array([*fields.values()], np.int64)
-        ends = Ends(words.ctypes.data, prepared_size(output.kind, plan.rows, output.size, isa))
-        plan.run(stream, given=given, ends=ends)
+        head = HeadCall(words.ctypes.data, prepared_size(output.kind, plan.rows, output.size, isa))
+        plan.run(stream, qkv_input=qkv_input, head=head)
         return found
 
     def _check(self, rows: int, token_ids: Tensor, links: Links, ranking: Ranking | None) -> None:
@@ -159,7 +159,9 @@ def fits_head(shape: StackShape, weights: HeadWeights) -> bool:
     """Whether there is a function for this head."""
     output, size = weights.output, shape.hidden
     is_plain = _lies_plain(weights.embedding) and weights.embedding.dtype == torch.bfloat16
-    return shape.fits and shape.given == 2 * size and output.size == size and output.kind != "four" and is_plain
+    return (
+        shape.fits and shape.qkv_input_size == 2 * size and output.size == size and output.kind != "four" and is_plain
+    )
 
 
 def _lies_plain(rows: Tensor) -> bool:

@@ -40,7 +40,7 @@ def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     _write_turn(module, shape)
     write_attention(module, shape)
     _Layer(module, shape, threads).write()
-    if shape.given:
+    if shape.qkv_input_size:
         _write_ends(module, shape)
     _write_part(module, shape)
     write_call(module, "run", RUN_ARGS, "all_layers")
@@ -54,14 +54,14 @@ def _write_part(module: Module, shape: StackShape) -> None:
     scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
     at_ends = code.plus(run["counters"], code.times(run["num_layers"], PHASES * COUNTERS))
     is_draft = code.build.icmp_signed("!=", run["draft_head"], I64(0))
-    if shape.given:
+    if shape.qkv_input_size:
         with code.when(is_draft):
             code.run("begin_draft", code.args["run"], run["draft_head"], at_ends)
     with code.loop(0, run["num_layers"]) as number:
         layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER_FIELDS)))
         counters = code.plus(run["counters"], code.times(number, PHASES * COUNTERS))
         code.run("layer", code.args["run"], layer, counters, scratch, me)
-    if shape.given:
+    if shape.qkv_input_size:
         with code.when(is_draft):
             code.run("end_draft", code.args["run"], run["draft_head"], at_ends, scratch)
     code.done()
@@ -126,7 +126,7 @@ class _Layer:
     def write(self) -> None:
         """Write all phases; each prefetches what the next one begins with."""
         shape, layer = self.shape, self.layer
-        per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
+        per_head, size = shape.head_dim // TILE, shape.qkv_input_size or shape.hidden
         heads = max(1, round(self._chunk(shape.num_qkv_heads * shape.head_dim, size) / per_head))
         output, down = self._chunk(shape.hidden, self.wide), self._chunk(shape.hidden, shape.inner)
         gate = self._chunk(shape.inner, 2 * shape.hidden)
@@ -176,11 +176,11 @@ class _Layer:
 
     def _write_heads(self, some: int, ahead: Callable[[], None]) -> None:
         code, shape, count = self.code, self.shape, self.shape.num_qkv_heads
-        per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
-        source = self.run["given"] if shape.given else self.normed
+        per_head, size = shape.head_dim // TILE, shape.qkv_input_size or shape.hidden
+        source = self.run["qkv_input"] if shape.qkv_input_size else self.normed
 
         def prepare() -> None:
-            if shape.given:
+            if shape.qkv_input_size:
                 self._prepare(source, size)
             else:
                 self._norm(self.layer["attention_norm"])
@@ -267,9 +267,9 @@ def _write_begin(code: Code, shape: StackShape) -> None:
             code.plus(head[of], code.times(code.load_number(head[name], number), size))
             for name, of in (("tokens", "embedding"), ("taken", "features"))
         )
-        given = code.plus(run["given"], code.times(row, 2 * size))
-        normed = code.plus(given, size)
-        for source, target, weight in ((token, given, "token_norm"), (feature, normed, "hidden_norm")):
+        qkv_input = code.plus(run["qkv_input"], code.times(row, 2 * size))
+        normed = code.plus(qkv_input, size)
+        for source, target, weight in ((token, qkv_input, "token_norm"), (feature, normed, "hidden_norm")):
             norm_row(code, source, target, head[weight], I64(shape.hidden), F32(shape.eps))
         is_normed = code.build.icmp_signed("!=", head["starts_normed"], I64(0))
         source = code.build.select(is_normed, normed, feature)

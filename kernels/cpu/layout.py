@@ -53,8 +53,8 @@ KEYS = TILE
 """Keys that are multiplied by queries at once."""
 RUN_ARGS = (
     "stream", "rows", "layers", "num_layers", "draft_head", "cos", "sin", "positions", "slots", "items",
-    "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
-    "at_queries", "at_scores", "counters", "counter_bytes",
+    "num_items", "queries", "heads", "attended", "inner", "qkv_input", "scratch", "scratch_size", "at_prepared",
+    "at_part", "at_queries", "at_scores", "counters", "counter_bytes",
 )  # fmt: skip
 """Arguments of a run, all int64: addresses and counts. See StackPlan."""
 LAYER_FIELDS = (
@@ -82,7 +82,7 @@ class StackShape:
         eps: of norms.
         scale: factor of attention scores.
         kind: of all matrices, see kernels.cpu.products.Packed.
-        given: columns of the input of q, k and v, if it is not the normed stream but given separately; otherwise 0.
+        qkv_input_size: columns of the input of q, k and v, if that is not the normed stream; otherwise 0.
         has_bias: whether q, k and v have a bias.
         has_qk_norm: whether heads of q and k are normed.
     """
@@ -95,7 +95,7 @@ class StackShape:
     eps: float
     scale: float
     kind: str = "four"
-    given: int = 0
+    qkv_input_size: int = 0
     has_bias: bool = False
     has_qk_norm: bool = False
 
@@ -103,7 +103,7 @@ class StackShape:
     def fits(self) -> bool:
         """Whether there is a function for this shape."""
         return (
-            not any(size % GROUP for size in (self.hidden, self.inner, self.head_dim, self.given))
+            not any(size % GROUP for size in (self.hidden, self.inner, self.head_dim, self.qkv_input_size))
             and self.group <= LANES
             and self.head_dim <= 256
         )

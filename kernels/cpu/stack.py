@@ -41,7 +41,7 @@ from kernels.cpu.rows import row_function
 
 
 class LayerWeights(NamedTuple):
-    """A layer's norms in float32, and its matrices. No `attention_norm` if the shape has `given` columns.
+    """A layer's norms in float32, and its matrices. No `attention_norm` if the shape has `qkv_input_size`.
 
     `qkv_bias` float32 [num_qkv_heads * head_dim], `qk_norm` float32 [num_heads + num_kv_heads, head_dim].
     """
@@ -168,14 +168,14 @@ def _address(value: Tensor | Packed | None) -> int:
     return (value.blocks if isinstance(value, Packed) else value).data_ptr()
 
 
-class Ends(NamedTuple):
+class HeadCall(NamedTuple):
     """Arguments of a step of a draft head: the address of its HEAD_ARGS or 0, and its product's prepared bytes."""
 
     address: int
     prepared: int
 
 
-NO_ENDS = Ends(0, 0)
+NO_HEAD = HeadCall(0, 0)
 
 
 class StackPlan:
@@ -223,30 +223,31 @@ class StackPlan:
         self,
         stream: Tensor,
         taps: Mapping[int, Tensor] = MappingProxyType({}),
-        given: Tensor | None = None,
-        ends: Ends = NO_ENDS,
+        qkv_input: Tensor | None = None,
+        head: HeadCall = NO_HEAD,
     ) -> None:
         """Run all layers on the residual stream bfloat16 [M, hidden], in place.
 
         Args:
-            stream: the input, unless `ends` compute it.
+            stream: the input, unless `head` computes it.
             taps: by layer, tensors like the stream, to which the stream is copied as it enters the layer.
-            given: bfloat16 [M, shape.given], the input of a layer's q, k and v, if the shape has `given` columns.
-            ends: what else a step of a draft head does.
+            qkv_input: bfloat16 [M, shape.qkv_input_size], the input of q, k and v; None if that size is 0.
+            head: what else a step of a draft head does.
         """
-        self._check(stream, taps, given)
+        self._check(stream, taps, qkv_input)
         self._table[:, _TAP] = 0
         for layer, kept in taps.items():
             self._table[layer, _TAP] = kept.data_ptr()
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
-        places, size = _scratch(self._isa, shape, rows, self._threads, ends.prepared)
+        places, size = _scratch(self._isa, shape, rows, self._threads, head.prepared)
         size += (self._most_keys + KEYS + 1) * LINE
         qkv, wide = shape.num_qkv_heads * shape.head_dim, shape.num_heads * shape.head_dim
         shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
         memory = _spare.take(size * self._threads + shared + counted)
         heads = memory.data_ptr() + -memory.data_ptr() % LINE
         fields = self._fields | places | {
-            "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "draft_head": ends.address,
+            "stream": stream.data_ptr(), "draft_head": head.address,
+            "qkv_input": 0 if qkv_input is None else qkv_input.data_ptr(),
             "num_layers": count, "layers": self._table.ctypes.data,
             "heads": heads, "attended": heads + 2 * rows * qkv, "inner": heads + 2 * rows * (qkv + wide),
             "counters": heads + shared, "counter_bytes": counted,
@@ -255,15 +256,17 @@ class StackPlan:
         self._function(*fields.values(), *products.pool(self._threads))
         _spare.give(memory)
 
-    def _check(self, stream: Tensor, taps: Mapping[int, Tensor], given: Tensor | None) -> None:
+    def _check(self, stream: Tensor, taps: Mapping[int, Tensor], qkv_input: Tensor | None) -> None:
         if any(not 0 <= layer < len(self._table) - 1 for layer in taps):
             raise ValueError(f"streams of layers {[*taps]}; there are {len(self._table) - 1}")
         wanted = (self.rows, self._shape.hidden)
         for rows in (stream, *taps.values()):
             if rows.dtype != torch.bfloat16 or rows.shape != wanted or not rows.is_contiguous():
                 raise ValueError(f"{rows.dtype} {tuple(rows.shape)} is no stream of {self.rows} rows in bfloat16")
-        wanted = (self.rows, self._shape.given)
-        if self._shape.given and (given is None or given.shape != wanted or not given.is_contiguous()):
+        wanted = (self.rows, self._shape.qkv_input_size)
+        if self._shape.qkv_input_size and (
+            qkv_input is None or qkv_input.shape != wanted or not qkv_input.is_contiguous()
+        ):
             raise ValueError(f"a layer of this stack needs rows {list(wanted)} beside its stream")
 
 
@@ -327,7 +330,7 @@ def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared
 
     Scores take a line for each key. `more_prepared`: minimum bytes of prepared rows.
     """
-    widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
+    widest = max(shape.hidden, shape.inner, shape.qkv_input_size, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
         chunk_of(shape.hidden, size, threads, shape.kind) for size in (shape.inner, shape.num_heads * shape.head_dim)
     ))  # fmt: skip

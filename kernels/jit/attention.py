@@ -10,6 +10,7 @@ from kernels.attention_tiles import ScoreRules, TileConfig, exclusive_splits, ma
 from kernels.jit.attention_parts import (
     LONG_SPLIT_STEPS,
     attend_context,
+    cap_scores,
     first_seen_step,
     init_softmax,
     key_slots,
@@ -22,7 +23,6 @@ from kernels.jit.attention_parts import (
     scores,
     softmax_step,
     split_steps,
-    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -38,7 +38,7 @@ def attend_tiles(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, LONGEST: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    ON_GPU: tl.constexpr, WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
@@ -98,7 +98,7 @@ def attend_tiles(
 
     top, mass, acc = attend_context(
         tile_q, k_head, v_head, table, low, open_end, last, position, top, mass, acc, scale,
-        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, SQUASH,
+        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, CAP_SCALE,
     )  # fmt: skip
 
     for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=2):
@@ -118,7 +118,7 @@ def attend_tiles(
         if WINDOW:
             of_own = tl.load(positions + row_first + own, mask=(own >= 0) & inside, other=0)
             seen = seen & (tl.where(own < 0, keys, of_own)[None, :] > (position - WINDOW)[:, None])
-        products = scores(tile_q, tile_k, seen, SQUASH)
+        products = scores(tile_q, tile_k, seen, CAP_SCALE)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens have empty sums here, and get zeros.
@@ -189,7 +189,7 @@ def attend_paths(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
-    WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is TOKENS tokens of a row times the GROUP heads of a kv head.
 
@@ -248,7 +248,7 @@ def attend_paths(
         slots = key_slots(table, ahead, last, PAGE, ON_GPU)
         tile_k = tl.load(k_head + where).to(tile_q.dtype)
         tile_v = tl.load(v_head + where).to(tile_q.dtype)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = cap_scores(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), CAP_SCALE)
         if WINDOW:
             products = tl.where(keys[None, :] >= hidden_end[:, None], products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
@@ -267,7 +267,7 @@ def attend_paths(
         member = tl.minimum(tile_first + (n + 1) // each, row_end - 1)
         ahead = nth_tile(shared + (n + 1) % each, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots, there = _path_slots(table, path + member * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
-        products = scores(tile_q, tile_k, seen, SQUASH)
+        products = scores(tile_q, tile_k, seen, CAP_SCALE)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     store_tile(
@@ -304,7 +304,7 @@ def attend_causal(
     num_rows, num_tokens, table_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads).
 
@@ -349,7 +349,7 @@ def attend_causal(
         slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
         tile_k = tl.load(k_head + where).to(tile_q.dtype)
         tile_v = tl.load(v_head + where).to(tile_q.dtype)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = cap_scores(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), CAP_SCALE)
         if WINDOW:
             seen = (start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None]
             products = tl.where(seen, products, float("-inf"))
@@ -365,7 +365,7 @@ def attend_causal(
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
-        products = scores(tile_q, tile_k, seen, SQUASH)
+        products = scores(tile_q, tile_k, seen, CAP_SCALE)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens have empty sums here, and get zeros.

@@ -141,17 +141,19 @@ def softmax_step(products, v, top, mass, acc, scale):
 
 
 @triton.jit
-def squash(products, SQUASH: tl.constexpr):
-    """Return unscaled scores or, if they are capped, tanh(scores * SQUASH); the cap is then part of the scale."""
-    if SQUASH is not None:
-        products = 1.0 - 2.0 / (tl.exp(products * (2.0 * SQUASH)) + 1.0)
+def cap_scores(products, CAP_SCALE: tl.constexpr):
+    """Return unscaled scores or, if they are capped, tanh(scores * CAP_SCALE); the cap is then part of the scale."""
+    if CAP_SCALE is not None:
+        products = 1.0 - 2.0 / (tl.exp(products * (2.0 * CAP_SCALE)) + 1.0)
     return products
 
 
 @triton.jit
-def scores(tile_q, tile_k, seen, SQUASH: tl.constexpr):
+def scores(tile_q, tile_k, seen, CAP_SCALE: tl.constexpr):
     """Return unscaled scores, -inf where a query does not see a key."""
-    return tl.where(seen, squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH), float("-inf"))
+    return tl.where(
+        seen, cap_scores(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), CAP_SCALE), float("-inf")
+    )
 
 
 @triton.jit
@@ -179,7 +181,7 @@ def first_seen_step(cached, WINDOW: tl.constexpr, KEYS: tl.constexpr):
 def attend_context(
     tile_q, k_head, v_head, table, low, end, last, positions, top, mass, acc, scale,
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    STAGES: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Do steps of `softmax_step` over whole key tiles from `low` to `end`.
 
@@ -193,7 +195,7 @@ def attend_context(
         outer = pages[:, None] * LINE
         tile_k = tl.load(k_head + inner + outer).to(tile_q.dtype)
         tile_v = tl.load(v_head + inner + outer).to(tile_q.dtype)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = cap_scores(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), CAP_SCALE)
         if WINDOW:
             seen = (start + tl.arange(0, KEYS))[None, :] > (positions - WINDOW)[:, None]
             products = tl.where(seen, products, float("-inf"))
@@ -313,7 +315,7 @@ def score_options(rules: ScoreRules, scale: float) -> dict[str, Any]:
     """Return `scale` for the kernels' softmax of base 2, and constants of the rules; None and 0 are compiled away."""
     return {
         "scale": (rules.softcap or scale) * log2(e), "sinks": rules.sinks,
-        "WINDOW": rules.window, "SQUASH": scale / rules.softcap if rules.softcap else None,
+        "WINDOW": rules.window, "CAP_SCALE": scale / rules.softcap if rules.softcap else None,
     }  # fmt: skip
 
 

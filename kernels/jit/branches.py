@@ -19,6 +19,7 @@ from kernels.attention_tiles import (
 )
 from kernels.jit.attention_parts import (
     attend_context,
+    cap_scores,
     find_row,
     find_tile,
     first_seen_step,
@@ -33,7 +34,6 @@ from kernels.jit.attention_parts import (
     scores,
     softmax_step,
     split_steps,
-    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -74,7 +74,7 @@ def _list_branches(
 def _attend_branch(
     q, k_head, v_head, branch, count, partials, stats, token, kv_head, num_tokens, scale, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, SQUASH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Let a token's heads of a kv head attend to the `count` KV slots at `branch`: the first part of the sum."""
     keys = tl.arange(0, KEYS)
@@ -93,7 +93,7 @@ def _attend_branch(
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         slots = load_ints(branch + tl.minimum(start + KEYS + keys, last), ON_GPU).to(tl.int64)
-        products = scores(tile_q, tile_k, inside[None, :], SQUASH)
+        products = scores(tile_q, tile_k, inside[None, :], CAP_SCALE)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
 
@@ -105,7 +105,7 @@ def attend_branches(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
     LONGEST: tl.constexpr, BRANCH_ROWS: tl.constexpr, BRANCH_KEYS: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, then tiles times splits; kv heads).
 
@@ -124,7 +124,7 @@ def attend_branches(
         count = tl.load(lens + own)
         _attend_branch(
             q, k_head, v_head, branches + own * branch_stride, count, partials, stats, own, kv_head, num_tokens,
-            scale, sinks, HEADS, GROUP, LINE, DIM, BRANCH_ROWS, BRANCH_KEYS, PDL, ON_GPU, SQUASH,
+            scale, sinks, HEADS, GROUP, LINE, DIM, BRANCH_ROWS, BRANCH_KEYS, PDL, ON_GPU, CAP_SCALE,
         )  # fmt: skip
         return
 
@@ -164,7 +164,7 @@ def attend_branches(
     full_end = tl.minimum(high, cached // KEYS * KEYS)
     top, mass, acc = attend_context(
         tile_q, k_head, v_head, table, low, full_end, last, position, top, mass, acc, scale,
-        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, SQUASH,
+        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, CAP_SCALE,
     )  # fmt: skip
     if full_end < high:
         keys = full_end + tl.arange(0, KEYS)
@@ -172,7 +172,7 @@ def attend_branches(
         where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = cap_scores(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), CAP_SCALE)
         seen = inside[None, :]
         if WINDOW:
             seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
@@ -323,7 +323,7 @@ def attend_short(
     num_rows, num_tokens, num_splits, table_stride, branch_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS_PAD: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
+    ROWS_PAD: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
@@ -379,9 +379,9 @@ def attend_short(
     tile_q = tl.load(q + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=row_ok[:, None], other=0.0)
     own_k = _load_heads(k_head, slots, own, LINE, DIM)
     own_v = _load_heads(v_head, slots, own, LINE, DIM)
-    to_near = scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), SQUASH)
-    to_far = scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), SQUASH)
-    to_own = scores(tile_q, own_k, of_own & own[None, :], SQUASH)
+    to_near = scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), CAP_SCALE)
+    to_far = scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), CAP_SCALE)
+    to_own = scores(tile_q, own_k, of_own & own[None, :], CAP_SCALE)
     # All three at once: each reduction over a row is an exchange between warps.
     top = tl.max(tl.maximum(tl.maximum(to_near, to_far), to_own), 1) * scale
     if sinks is not None:
@@ -401,11 +401,11 @@ def attend_short(
     # The rest of contexts that are not short, and of branches too deep for all splits together.
     for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
-        products = scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)
+        products = scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), CAP_SCALE)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     for start in tl.range(member + used * MEMBERS, longest, used * MEMBERS, num_stages=1):
         slots, own = _load_ancestors(branches, counts, tokens, start, branch_stride, MEMBERS, ON_GPU)
-        products = scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], SQUASH)
+        products = scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], CAP_SCALE)
         top, mass, acc = softmax_step(products, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
 
     shared_tile = (kv_head * tl.num_programs(0) + tile).to(tl.int64)

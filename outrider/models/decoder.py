@@ -249,12 +249,12 @@ class DecoderLayer:
         self.ends = self.attention.output, self.mlp.down if isinstance(self.mlp, GatedMlp) else self.mlp
         """The parts that add to the residual stream."""
 
-    def __call__(self, stream: Tensor, plan: AttentionPlan, given: Tensor | None = None) -> Tensor:
-        """Return the stream [M, hidden] after the layer; `given` [M, input_size] replaces the input of attention."""
-        if given is None and self.attention_norm is not None:
+    def __call__(self, stream: Tensor, plan: AttentionPlan, qkv_input: Tensor | None = None) -> Tensor:
+        """Return the stream [M, hidden] after the layer; `qkv_input` [M, input_size] replaces attention's input."""
+        if qkv_input is None and self.attention_norm is not None:
             stream = self.attention.of_stream(stream, self.attention_norm, plan)
         else:
-            stream = self.attention(stream if given is None else given, stream, plan)
+            stream = self.attention(stream if qkv_input is None else qkv_input, stream, plan)
         return self.mlp(stream, self.mlp_norm, plan)
 
     def few_rows(self, config: ModelConfig) -> tuple[StackShape, LayerWeights] | None:
@@ -272,7 +272,7 @@ class DecoderLayer:
         shape = StackShape(
             config.hidden_size, attention.num_heads, attention.num_kv_heads, attention.head_dim, mlp.size,
             eps=config.rms_norm_eps, scale=attention.rules.scale or attention.head_dim**-0.5, kind=kinds.pop(),
-            given=attention.qkv.size if before is None else 0,
+            qkv_input_size=attention.qkv.size if before is None else 0,
             has_bias=bias is not None, has_qk_norm=norm is not None,
         )  # fmt: skip
         qkv, output, gate_up, down = matrices
@@ -344,11 +344,11 @@ class LayerStack:
         kv: KVCache,
         attention: AttentionBackend,
         wanted: Sequence[int] = (),
-        given: Tensor | None = None,
+        qkv_input: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the residual stream [M, hidden] after all layers, and as it enters each of the layers `wanted`.
 
-        `given` [M, any] replaces the normed stream as the input of the first layer's attention.
+        `qkv_input` [M, any] replaces the normed stream as the input of the first layer's attention.
         """
         if plans := self.plans(batch, kv):
             stream = stream.clone()
@@ -357,7 +357,7 @@ class LayerStack:
             for few in plans:
                 rows = slice(first, first + few.rows)
                 taps = {number: kept[rows] for number, kept in found.items()}
-                few.run(stream[rows], taps, None if given is None else given[rows])
+                few.run(stream[rows], taps, None if qkv_input is None else qkv_input[rows])
                 first += few.rows
             return stream, found
         plan = attention.plan(batch, kv, self._config.num_heads, self._rotary)
@@ -365,7 +365,7 @@ class LayerStack:
         for number, layer in enumerate(self.layers):
             if number in wanted:
                 found[number] = stream
-            stream = layer(stream, plan, None if number else given)
+            stream = layer(stream, plan, None if number else qkv_input)
         return stream, found
 
     def plans(self, batch: TokenBatch, kv: KVCache) -> list[StackPlan]:

@@ -70,9 +70,9 @@ class TransformersLM(LanguageModel):
         self._base = base
         self._rest: Any = rest
         self._rules = rules
-        still = Rotary(None, config.head_dim, device)
-        self._rotary = rotary or still
-        self._still = still if rotary else None
+        no_rotation = Rotary(None, config.head_dim, device)
+        self._rotary = rotary or no_rotation
+        self._no_rotation = no_rotation if rotary else None
         self._copies: dict[tuple[object, ...], Tensor] = {}
         self._was_run = False
         for number, layer in enumerate(_decoder_layers(base, config.num_layers)):
@@ -85,7 +85,12 @@ class TransformersLM(LanguageModel):
         """See LanguageModel."""
         plan = attention.plan(batch, kv, self.config.num_heads, self._rotary)
         forward = PlannedForward(
-            plan, self.config.num_kv_heads, self.config.head_dim, self._still, self._rules, frozenset(feature_layers)
+            plan,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            self._no_rotation,
+            self._rules,
+            frozenset(feature_layers),
         )
         with attention_by(forward), self._constants():
             output = self._base(

@@ -115,14 +115,14 @@ def attention(
 class PlannedForward(AttentionHandler):
     """A forward: attends by its plan, and collects the `wanted` features in `seen`.
 
-    `still` rotates nothing: it is for heads that are rotated already, if the plan rotates those of other layers.
+    `no_rotation` rotates nothing: it is for heads that are rotated already, if the plan rotates those of other layers.
     `rules`, by layer, are those of `attend_heads`; their windows hold for `attend`, too.
     """
 
     plan: AttentionPlan
     num_kv_heads: int
     head_dim: int
-    still: Rotary | None
+    no_rotation: Rotary | None
     rules: Sequence[LayerRules]
     wanted: frozenset[int]
     seen: dict[int, Tensor] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class PlannedForward(AttentionHandler):
         call = replace(call, window=self.rules[layer.layer_idx].scores.window)
         rules = self._rules_of.get(call)
         if rules is None:
-            rules = self._rules_of[call] = call.rules(self.head_dim, self.still)
+            rules = self._rules_of[call] = call.rules(self.head_dim, self.no_rotation)
         size, value_size = self.head_dim, v.shape[-1]
         # Zeros change no score.
         parts = [part if part.shape[-1] == size else pad(part, (0, size - part.shape[-1])) for part in (q, k, v)]

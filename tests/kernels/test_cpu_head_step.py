@@ -20,7 +20,7 @@ from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan
 
 pytestmark = pytest.mark.usefixtures("isa")
 HIDDEN, VOCAB, NUM_OUT, SLOTS = 64, 50, 96, 80
-SHAPE = StackShape(HIDDEN, 2, 1, 64, 96, EPS, 0.2, kind="eight", given=2 * HIDDEN)
+SHAPE = StackShape(HIDDEN, 2, 1, 64, 96, EPS, 0.2, kind="eight", qkv_input_size=2 * HIDDEN)
 
 
 def head(kind: str, starts_normed: bool = False, leaves_normed: bool = False) -> SimpleNamespace:
@@ -42,7 +42,7 @@ def by_parts(of: SimpleNamespace, plan: StackPlan, tokens: Tensor, links: Links,
     hidden = rms_norm(found, weights.hidden_norm, EPS)
     rows = torch.cat((rms_norm(weights.embedding[tokens], weights.token_norm, EPS), hidden), 1)
     stream = hidden.clone() if weights.starts_normed else found.clone()
-    plan.run(stream, given=rows)
+    plan.run(stream, qkv_input=rows)
     normed = rms_norm(stream, weights.final_norm, EPS)
     links.features[links.left] = normed if weights.leaves_normed else stream
     logits = tile_product(normed, weights.output, torch.float32)

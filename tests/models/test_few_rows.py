@@ -211,7 +211,7 @@ def test_each_row_of_a_head_s_long_prompt_gets_the_input_given_for_it(model_path
     if not isa.has_dots("eight"):
         pytest.skip("more than 64 rows run layer by layer")
     head, count, found = shipped_head(model_path), MAX_ROWS + 30, []
-    assert head.stack.few is not None and head.stack.few.shape.given
+    assert head.stack.few is not None and head.stack.few.shape.qkv_input_size
     features = torch.randn(count, head.feature_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     for ends in ([count], [MAX_ROWS, count]):
         kv, start, parts = head.new_kv(count), 0, []

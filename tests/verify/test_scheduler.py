@@ -206,7 +206,9 @@ def test_a_round_that_only_decodes_is_laid_out_as_any_other() -> None:
         running = scheduler.running
         plain = scheduler._plain_round()
         if plain:
-            assert [(one.request, one.num_extend) for one in scheduler._any_round()] == [(one, 1) for one in running]
+            assert [(one.request, one.num_extend) for one in scheduler._general_round()] == [
+                (one, 1) for one in running
+            ]
         seen.append((len(running), bool(plain)))
 
     device.during = compare

@@ -264,7 +264,7 @@ class Scheduler:
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
         self._let_newcomers_in()
-        return self._plain_round() or self._any_round()
+        return self._plain_round() or self._general_round()
 
     def _plain_round(self) -> list[Entry]:
         """Lay out a round of one root per running request, as nearly all are; empty if it is not. Changes nothing."""
@@ -304,7 +304,8 @@ class Scheduler:
             ahead.append(Entry(request, 1, is_ahead=True))
         return ahead if len(ahead) <= self.limits.max_round_tokens else []
 
-    def _any_round(self) -> list[Entry]:
+    def _general_round(self) -> list[Entry]:
+        """Lay out a round that may have chunks of prefill, requests that wait for grammars, and preemptions."""
         entries: list[Entry] = []
         extends, prompts = self._extends()
         if self._has_left:

@@ -42,7 +42,7 @@ class EagleHead(DraftHead):
     ) -> tuple[Tensor, Tensor | None]:
         """See DraftModel."""
         stream = self.fc(torch.cat((self.embed(batch.token_ids), required(features)), 1))
-        stream, _ = self.stack(stream, batch, kv, attention, given=stream)
+        stream, _ = self.stack(stream, batch, kv, attention, qkv_input=stream)
         return stream, stream
 
 
@@ -117,7 +117,7 @@ class Eagle3Head(DraftHead):
         hidden = self.hidden_norm(stream)
         rows = torch.cat((self.token_norm(self.embed(batch.token_ids)), hidden), 1)
         stream = hidden if self.config.norm_before_residual else stream
-        stream, _ = self.stack(stream, batch, kv, attention, given=rows)
+        stream, _ = self.stack(stream, batch, kv, attention, qkv_input=rows)
         normed = self.final_norm(stream)
         return normed, normed if self.config.norm_output else stream
 
