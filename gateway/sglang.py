@@ -112,8 +112,8 @@ class GenerateBody(ServingFields, GenerationBody):
     return_text_in_logprobs: bool | None = Field(None, description="Return the tokens' text beside their ids.")
     speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
     log_metrics: bool | None = Field(None, description="Accepted but ignored.")
-    return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
-    return_routed_experts: Annotated[Any, Only(False, why="experts are not told")] = None
+    return_hidden_states: Annotated[Any, Only(False, why="hidden states are not returned")] = None
+    return_routed_experts: Annotated[Any, Only(False, why="experts are not returned")] = None
     image_data: Annotated[Any, Only(why="only text is supported")] = None
     lora_path: Annotated[Any, Only(why="adapters are not supported")] = None
 

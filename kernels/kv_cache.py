@@ -16,7 +16,7 @@ def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = N
 
     Args:
         page_tables: int32 [R, P], written.
-        updates: int32 [U, 3] of (row, place, page); negative rows are ignored. No two may set one place.
+        updates: int32 [U, 3] of (row, place, page); negative rows are ignored. No two may set the same place.
         shifts: int32 [R], number of pages that each row leaves out; None for none. If a row leaves out pages, updates
             of its first `num_sinks` pages and of the pages left out are ignored.
     """

@@ -85,11 +85,11 @@ class GraphPool(Generic[Shape]):
         """Return the shapes that have a graph, largest first."""
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: Shape, tell: Callable[[], None]) -> bool:
+    def capture_next(self, shape: Shape, broadcast: Callable[[], None]) -> bool:
         """Capture a shape with the present behaviour of `body`; until `adopt`, the earlier graphs are still run.
 
         Call it between two runs, which it delays. As for `capture`, the inputs of `body` must be empty. The work is
-        run twice, first as it is and then as the captured graph; `tell` is called before each run.
+        run twice, first as it is and then as the captured graph; `broadcast` is called before each run.
 
         Returns whether there was memory for the graph; without one, the shape runs kernel by kernel after `adopt`.
         Raises torch.OutOfMemoryError if a run itself had too little, and has then done only part of its work.
@@ -97,13 +97,13 @@ class GraphPool(Generic[Shape]):
         torch.cuda.synchronize()
         stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            tell()
+            broadcast()
             self._run_once(shape, stream)
             try:
                 graph = self._record(shape)
             except torch.OutOfMemoryError:
                 return False
-            tell()
+            broadcast()
             graph.replay()
         torch.cuda.synchronize()
         self._next[shape] = graph
@@ -165,7 +165,7 @@ class GraphPool(Generic[Shape]):
             num_threads = 1
             log.info("kernels are compiled one after another: whether this Triton bears threads is not known")
         else:
-            self._tell(shapes)
+            self._start_compiling(shapes)
 
         def run(shape: Shape) -> None:
             with torch.cuda.device(device), torch.inference_mode():
@@ -175,13 +175,13 @@ class GraphPool(Generic[Shape]):
             for done in [pool.submit(run, shape) for shape in shapes]:
                 done.result()
 
-    def _tell(self, shapes: Sequence[Shape]) -> None:
+    def _start_compiling(self, shapes: Sequence[Shape]) -> None:
         """If other processes compile, have them start on the kernels of all shapes."""
-        with compile_ahead() as num_told:
-            if num_told is None:
+        with compile_ahead() as num_ahead:
+            if num_ahead is None:
                 return
             for shape in shapes:
                 self._body(shape)
-                if not num_told():
+                if not num_ahead():
                     # If Triton's cache has all kernels of the first shape, it most likely has those of all.
                     return

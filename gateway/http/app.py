@@ -180,8 +180,8 @@ class HostRule:
     """Which Host headers the REST door lets in.
 
     Any site can have its name resolve to 127.0.0.1. Its pages can then read whatever they like from a door on loopback,
-    because the browser takes the door for the site itself (DNS rebinding). The name in the Host header shows
-    that. Plain addresses are never resolved, so they are always let in.
+    because the browser takes the door for the site itself (DNS rebinding). The Host header of such requests holds the
+    site's name. Plain addresses are never resolved, so they are always let in.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] = (), *, guarded: bool = False) -> None:

@@ -59,7 +59,7 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 
 class TokenNames:
-    """Names of tokens where log-probabilities are told: their text, or `token_id:` and their id."""
+    """Names of tokens where log-probabilities are returned: their text, or `token_id:` and their id."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer

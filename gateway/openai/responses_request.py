@@ -198,8 +198,8 @@ class ReasoningConfig(StrictModel):
 
     effort: ReasoningEffort | None = None
     """The template's reasoning_effort; none also sets enable_thinking to false."""
-    summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
-    generate_summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
+    summary: Annotated[Any, Only("auto", why="reasoning is returned as it is, not summed up")] = None
+    generate_summary: Annotated[Any, Only("auto", why="reasoning is returned as it is, not summed up")] = None
 
 
 class ResponsesStreamOptions(StrictModel):

@@ -86,7 +86,7 @@ def _find_best(code: Code, row: Any, kept: Any) -> Any:
 
 
 def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, kept: Any) -> None:
-    """Insert a number after all that are as large; smaller ones move by one, the last is dropped if all are full."""
+    """Insert a number after all that are as large; smaller ones move by one, and a last one past `best` is dropped."""
     args, build = code.args, code.build
     at = code.variable(code.least(found.get(), code.plus(args["best"], -1)))
     with code.again() as go_on_if:

@@ -229,7 +229,7 @@ class _Codes(_Weights):
 
     @abstractmethod
     def add_to(self, total: Any, sums: Any, scale: Any, offset: Any) -> Any:
-        """Add this block to a row's total; takes its sums, and the addresses of its scale and of `offset_of`."""
+        """Add this block to a row's total; takes its sums, and the addresses of its scale and offset."""
 
     def sums_of(self, row: Any) -> Any:
         """Return the products of a row's codes, at address `row`, and the weights' codes, added up."""
@@ -283,7 +283,7 @@ class _EightCodes(_Codes):
 
     @staticmethod
     def offset_of(code: Code, total: Any, scale: Any) -> Any:
-        """Return what the sum has too much because of _SIGN_OFFSET, negated."""
+        """Return the negated excess of the sum that _SIGN_OFFSET causes."""
         return code.build.mul(total, I32(-_SIGN_OFFSET))
 
     def add_to(self, total: Any, sums: Any, scale: Any, offset: Any) -> Any:

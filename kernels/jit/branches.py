@@ -148,7 +148,7 @@ def attend_branches(
     last = cached - 1
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    # So were keys and values. One tile of queries prefetches them for all tiles that share them.
+    # The context's keys and values were, too. One tile of queries prefetches them for all tiles that share them.
     if PREFETCH and place == 0:
         prefetch_tile(k_head, v_head, table, low, high, last, LINE, DIM, KEYS, PAGE, ON_GPU)
     wait_and_release(PDL)

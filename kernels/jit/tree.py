@@ -129,7 +129,7 @@ def _walk(
     node = tl.load(root + row)
     table_row = tl.load(table_rows + row).to(tl.int64)
     floats, ints = float_params + table_row * 8, int_params + table_row * 8
-    loose = (tl.load(floats) > 0) & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
+    is_lossy = (tl.load(floats) > 0) & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
     places = tl.maximum(node, 0) + tl.arange(0, BLOCK)
     inside = places < tl.where(node >= 0, tl.load(first + row + 1), 0)
     ids = tl.load(token_ids + places, mask=inside, other=-1)
@@ -147,7 +147,7 @@ def _walk(
         token = tl.sum(tl.where(here, samples, 0), axis=0)
         children = inside & (above == node)
         if LOSSY:  # noqa: SIM102  # decided at compile time
-            if loose & (fails == 0) & (tl.sum(children.to(tl.int32), axis=0) > 0):
+            if is_lossy & (fails == 0) & (tl.sum(children.to(tl.int32), axis=0) > 0):
                 wide = node.to(tl.int64)
                 position = (tl.load(positions + node) + 1).to(tl.uint32, bitcast=True)
                 token = _choose(

@@ -102,7 +102,7 @@ class EvictableCount:
         self._parents: dict[int, int | None] = {}
         """The page before each page of the tree; None for the first of a sequence."""
         self._num_blockers: dict[int, int] = {}
-        """What blocks each page of the tree, counted: its own use, and each blocked page directly behind it."""
+        """Number of blockers of each page of the tree: its own use, and each blocked page directly behind it."""
         pool.observer = self
 
     def add(self, pages: Sequence[int], parent: int | None) -> None:

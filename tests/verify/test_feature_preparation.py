@@ -42,14 +42,14 @@ class NotedGraphs:
     def captured(self) -> list[Bucket]:
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: Bucket, tell: Callable[[], None]) -> bool:
+    def capture_next(self, shape: Bucket, broadcast: Callable[[], None]) -> bool:
         self.order.append(shape)
         self.captured_during()
-        tell()
+        broadcast()
         self._run(shape)
         if shape == self.full:
             return False
-        tell()
+        broadcast()
         self._run(shape)
         self._next[shape] = self._executor._features
         return True

@@ -144,9 +144,9 @@ class NotedChunks:
     def captured(self) -> list[PromptShape]:
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: PromptShape, tell: Callable[[], None]) -> bool:
+    def capture_next(self, shape: PromptShape, broadcast: Callable[[], None]) -> bool:
         self.order.append(shape)
-        tell()
+        broadcast()
         self._executor.prefill._body(shape)
         if shape == self.full:
             return False
@@ -174,7 +174,7 @@ class NoRounds:
     def captured(self) -> list[Bucket]:
         return [Bucket(1, 1)]
 
-    def capture_next(self, shape: Bucket, tell: Callable[[], None]) -> bool:
+    def capture_next(self, shape: Bucket, broadcast: Callable[[], None]) -> bool:
         self._order.append(shape)
         return True
 

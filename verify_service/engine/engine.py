@@ -49,7 +49,7 @@ _DRAFT_WORK_SHARE = 0.1
 """Part of a round's expected time that a colocated draft may spend, before the round, on work that no round awaits."""
 
 _MAX_DEFERRED_ACTIONS = 2
-"""Most actions per request of a round that may wait until the next round is launched; two requests are the least.
+"""Most actions per request of a round that may wait until the next round is launched; one request counts as two.
 
 With more of them slow hosts would fall behind."""
 _NOTHING = Batch([], 0.0, 0)

@@ -305,7 +305,7 @@ class Scheduler:
         return ahead if len(ahead) <= self.limits.max_round_tokens else []
 
     def _general_round(self) -> list[Entry]:
-        """Lay out a round that may have chunks of prefill, requests that wait for grammars, and preemptions."""
+        """Lay out any round: with chunks of prefill, without requests that wait for grammars, preempting if need be."""
         entries: list[Entry] = []
         extends, prompts = self._extends()
         if self._has_left:

@@ -201,7 +201,7 @@ class CudaExecutor(Executor):
             if drafts:
                 drafts.lay_out(decode, growth)
                 if bucket.is_bare:
-                    drafts.note_without_features(decode)
+                    drafts.note_bare(decode)
             self._sampler.set_masks(mask_runs(decode))
             self._run(bucket)
             answers = self._output.to_host(len(decode))

@@ -247,7 +247,7 @@ class RoundAnswers:
 
 
 class RowListener(Protocol):
-    """Hears of all changes of rows."""
+    """Follows all changes of rows."""
 
     def admitted(self, request: Request, row: int) -> None:
         """Note that a request got a row. Its first `cached_len` tokens come from the radix cache."""
@@ -280,7 +280,7 @@ class RequestRows:
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
         self.listener: RowListener | None = None
-        """Hears of all changes of rows, if set; must be set before any row is taken."""
+        """Follows all changes of rows, if set; must be set before any row is taken."""
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -271,8 +271,8 @@ class RoundDrafts:
                 self._growing.add(request)
         self.trees.set_limits(rows, self.num_grown)
 
-    def note_without_features(self, entries: Sequence[Entry]) -> None:
-        """Note the pages that a round writes to, if the round stores no features."""
+    def note_bare(self, entries: Sequence[Entry]) -> None:
+        """Note the pages that a bare round writes to, since they lack features."""
         size = self._page_size
         for entry in entries:
             first, last = entry.start // size, (entry.start + entry.num_tokens - 1) // size

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _MIN_FORCED_TOKENS = 7
 """Uncached tokens of a request that a burst can always compute: a separate forward would delay the burst."""
 _MAX_STALE_TOKENS = 6
-"""Uncached tokens without final KV that are enough to have the running burst run them; two commits bring so many."""
+"""Uncached tokens without final KV at which the running burst has to run them; two commits bring about so many."""
 _MIN_MOVE_ALONG = 8
-"""Uncached tokens of a request that are enough to move their KV when other requests' KV is moved, so that no burst ends
-for them a few rounds later."""
+"""Uncached tokens at which a request's KV is moved along with others', so that no burst ends for it a few rounds
+later."""
 
 
 class TreeSlots:

@@ -361,7 +361,7 @@ class MarkovHead:
             self._gate.pack()
 
     def product(self, values: Tensor) -> Tensor:
-        """Return what is added to places' logits, float32 [M, num_guessed], for the values `values` [M, rank]."""
+        """Return what is added to places' logits, float32 [M, num_guessed], for `values` [M, rank]."""
         return self._output.to_float32(values)
 
     def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
