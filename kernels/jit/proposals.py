@@ -1,4 +1,4 @@
-"""Triton kernels of kernels.proposals. One launch finds the best score of each group, a second one the best tokens.
+"""Triton kernels of kernels.sampling.propose: one finds the best score of each group, a second one the best tokens.
 
 The k best tokens lie in the k groups with the best tops: for any token outside, these tops are k tokens that are at
 least as good. So the first launch, which reads the whole vocabulary, takes one maximum of each group and selects
@@ -172,7 +172,7 @@ def propose(
     vocab_limit: int,
     target_ids: Tensor | None,
 ) -> None:
-    """Implement kernels.proposals.propose."""
+    """Implement kernels.sampling.propose."""
     (count, size), branching = logits.shape, tokens.shape[1]
     num_groups = triton.cdiv(size, state.GROUP)
     groups = max(power_of_two(num_groups), 2)

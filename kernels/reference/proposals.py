@@ -1,4 +1,4 @@
-"""Torch reference of kernels.proposals: one node at a time, with sorts."""
+"""Torch reference of kernels.sampling.propose: one node at a time, with sorts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def propose(
     vocab_limit: int,
     target_ids: Tensor | None,
 ) -> None:
-    """Implement kernels.proposals.propose."""
+    """Implement kernels.sampling.propose."""
     tokens.fill_(-1)
     scores.fill_(-torch.inf)
     ids = torch.arange(logits.shape[1], device=logits.device) if target_ids is None else target_ids.long()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.head_step import Ranking
 from kernels.cpu.layout import MAX_BEST
 from kernels.cpu.rows import fits_top_k, prepare_top_k, write_top_k
-from kernels.proposals import propose
+from kernels.sampling import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
 from outrider.sampling.noise import gumbel

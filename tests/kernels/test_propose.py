@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.proposals import propose
 from kernels.reference import proposals as reference
+from kernels.sampling import propose
 from kernels.sampling_state import GROUP, RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.sampling import noise
 
