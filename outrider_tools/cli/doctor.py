@@ -31,7 +31,6 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, count_of
 from outrider.rpc.transport import split_host_port, unix_path
 from outrider_tools.doctor import Finding, Level, ok, problem
-from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.machine import (
     check_disk,
     check_models,
@@ -39,7 +38,7 @@ from outrider_tools.doctor.machine import (
     check_packages,
     check_shared_memory,
 )
-from outrider_tools.doctor.services import check_services, endpoints_of
+from outrider_tools.doctor.services import check_doors, check_exposure, check_services, endpoints_of
 
 Addresses = dict[str, dict[str, str]]
 """Addresses of each service, by the names of its options."""

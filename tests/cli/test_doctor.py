@@ -28,9 +28,14 @@ from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _drafts, _place, running_clusters, show
 from outrider_tools.doctor import Finding, Level, machine
-from outrider_tools.doctor.doors import check_doors, check_exposure, listener_of
 from outrider_tools.doctor.machine import check_devices, check_disk, check_models, run_probe
-from outrider_tools.doctor.services import ServiceEndpoint, check_services
+from outrider_tools.doctor.services import (
+    ServiceEndpoint,
+    check_doors,
+    check_exposure,
+    check_services,
+    listener_of,
+)
 
 pytestmark = pytest.mark.xdist_group("live")
 
