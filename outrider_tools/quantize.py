@@ -192,7 +192,8 @@ def _scales_e4m3(largest: Tensor) -> list[Tensor]:
     return [least * step for step in _STEPS]
 
 
-def _nearest_e4m3(values: Tensor) -> Tensor:
+def nearest_e4m3(values: Tensor) -> Tensor:
+    """Return the closest numbers of float8_e4m3, in float32."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
@@ -306,17 +307,17 @@ def _of_int4(pack: Pack, config: Callable[[int], dict[str, Any]]) -> QuantFormat
 
 _fp8 = _eight(torch.float8_e4m3fn)
 FORMATS: dict[str, QuantFormat] = {
-    "fp8": QuantFormat(1, 0, _scales_e4m3, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")),
+    "fp8": QuantFormat(1, 0, _scales_e4m3, nearest_e4m3, _fp8, lambda group: _eight_bits("float")),
     "fp8-tensor": QuantFormat(
         0,
         0,
         _scales_e4m3,
-        _nearest_e4m3,
+        nearest_e4m3,
         lambda numbers, scales, group: _fp8(numbers, scales.reshape(1), group),
         lambda group: _eight_bits("float", "tensor"),
     ),
     "fp8-block": QuantFormat(
-        BLOCK, BLOCK, _scales_e4m3, _nearest_e4m3, _eight(torch.float8_e4m3fn, "weight_scale_inv"), _block_config
+        BLOCK, BLOCK, _scales_e4m3, nearest_e4m3, _eight(torch.float8_e4m3fn, "weight_scale_inv"), _block_config
     ),
     "int8": QuantFormat(1, 0, _scales_int8, _whole(-127, 127), _eight(torch.int8), lambda group: _eight_bits("int")),
     "int4": _of_int4(_int4, lambda group: _four_bits("int", group, "pack-quantized")),

@@ -19,11 +19,13 @@ from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.config import default_feature_layers
+from outrider.models.drafters.config import OUTPUT, default_feature_layers
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
+from outrider_tools.compensate import compensated
 from outrider_tools.files import copy_files, replacing
 from outrider_tools.inflate.shapes import decoder_fields, shape_of
+from outrider_tools.quantize import nearest_e4m3
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
 from outrider_tools.training.heads import (
     StoredEagle3Head,
@@ -36,7 +38,7 @@ from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
 from outrider_tools.training.learner import DraftInput, Learner, Runner, TrainableDrafter, Wrap
 from outrider_tools.training.options import FLAGS, RunOptions
 from outrider_tools.training.target import EMBEDDING, TargetModel
-from outrider_tools.training.texts import Texts, choose_vocabulary
+from outrider_tools.training.texts import TextBatch, Texts, choose_vocabulary
 
 
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
@@ -238,6 +240,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "init_from": ("EAGLE3",),
     "hit_weight": ("EAGLE3",),
     "draft_vocab_size": _OWN_VOCABULARY,
+    "output_dtype": ("EAGLE3",),
     "intermediate_size": _OWN_VOCABULARY,
     "feature_layers": _OWN_VOCABULARY,
     "own_feature_weight": ("EAGLE", "NEXTN"),
@@ -295,14 +298,28 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     return replace(options, intermediate_size=head.decoder.intermediate_size, feature_layers=head.feature_layers)
 
 
+@torch.no_grad()
+def round_output(learner: Learner, batch: TextBatch) -> None:
+    """Round a head's output matrix to float8_e4m3, so that its products with the batch's rows change least."""
+    weight = learner.module.output_weight
+    assert weight is not None, "EAGLE-3 heads have one"
+    moments = learner.output_moments(batch)
+    weight.copy_(compensated(weight.float(), moments, torch.ones_like(weight), nearest_e4m3))
+
+
 def export_drafter(
-    module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, window: int = 0
+    module: TrainableDrafter,
+    target_folder: Path,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int = 0,
+    output_dtype: torch.dtype | None = None,
 ) -> int:
     """Write a drafter to `folder`, which is made if missing. Return the bytes of its weights.
 
     A head's embedding is left out, since it is the target's; so is the output matrix of an EAGLE head or MTP module. A
-    language model gets the target's tokenizer. Norms and matrices are stored in `dtype`; heads with a vocabulary of
-    their own have `d2t` int64 and `t2d` bool.
+    language model gets the target's tokenizer. Norms and matrices are stored in `dtype`, an output matrix in
+    `output_dtype` if that is given; heads with a vocabulary of their own have `d2t` int64 and `t2d` bool.
 
     `window` limits a head to that many last tokens of long contexts in use, because it was trained on short ones; 0 for
     no limit.
@@ -313,8 +330,9 @@ def export_drafter(
     if window:
         fields["draft_window_size"] = window
     fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    dtypes = {OUTPUT: output_dtype or dtype}
     tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        name: (tensor.to(dtypes.get(name, dtype)) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in module.public_state().items()
     }
     folder.mkdir(parents=True, exist_ok=True)

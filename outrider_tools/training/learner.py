@@ -301,17 +301,30 @@ class Learner:
         if output is None:
             raise ValueError("a drafter that had no output matrix of its own has none of the target's")
         with self._target.autocast():
-            for step, feature in enumerate(self._run(given, self._num_steps)):
-                # The token after place i is guessed from base i - lead; each further step begins one base earlier.
-                lead = self.module.lead + step
-                places = found[lead : lead + feature.shape[0]]
-                rows: Tensor = _PickRows.apply(feature, targets - lead, places)  # type: ignore[no-untyped-call]
+            for rows in self._rows(given, targets, found):
                 loss, hits = self._loss(self._output_rows(rows), output, target_probs, count)
                 if self._feature_weight:
                     loss = loss + self._feature_weight * _distance(rows, hidden, counts)
                 losses.append(loss)
                 rates.append(hits.sum() / count)
         return torch.stack(losses), torch.stack(rates)
+
+    def output_moments(self, batch: TextBatch) -> Tensor:
+        """Return the sum of x x^T over the rows x that the output matrix takes, float32 [hidden, hidden]."""
+        given, _ = self._draft_input(batch)
+        targets, found, counts = self._places(batch)
+        with self._target.autocast():
+            rows = [self._output_rows(rows).detach()[counts].float() for rows in self._rows(given, targets, found)]
+        return torch.cat(rows).T @ torch.cat(rows)
+
+    def _rows(self, given: DraftInput, targets: Tensor, found: Tensor) -> Iterator[Tensor]:
+        """Yield the features [R, hidden] from which each step that the drafter runs on itself guesses the targets."""
+        for step, feature in enumerate(self._run(given, self._num_steps)):
+            # The token after place i is guessed from base i - lead; each further step begins one base earlier.
+            lead = self.module.lead + step
+            places = found[lead : lead + feature.shape[0]]
+            rows: Tensor = _PickRows.apply(feature, targets - lead, places)  # type: ignore[no-untyped-call]
+            yield rows
 
     def _draft_input(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
         """Return the drafter's input, and the target's hidden states [M, hidden]."""

@@ -162,6 +162,12 @@ class RunOptions:
         "others are added to these.",
         type=whole_number(1, 10**6),
     )
+    output_dtype: str = flag(
+        "bfloat16",
+        "EAGLE3: how the head's output matrix is stored: bfloat16, or float8_e4m3 in half the bytes, rounded so that "
+        "guesses change least. Default: bfloat16.",
+        choices=("bfloat16", "float8_e4m3"),
+    )
     intermediate_size: int = flag(
         0,
         "EAGLE3, DFLASH, DSPARK: width of the head's MLP. Default: the target's, or that of --init-from.",

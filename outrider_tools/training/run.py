@@ -23,7 +23,7 @@ from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import count_of
 from outrider_tools.files import writing
 from outrider_tools.training.corpus import run_texts
-from outrider_tools.training.drafters import export_drafter, make_learner, resolved
+from outrider_tools.training.drafters import export_drafter, make_learner, resolved, round_output
 from outrider_tools.training.evaluate import load_drafter, measure
 from outrider_tools.training.figures import Evaluation, Report, decoding, length_table, markdown, rate_table
 from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
@@ -83,8 +83,12 @@ def train(
     # Text of an earlier run has that run's answer length.
     longest = int(found.options.get("answer_tokens", options.corpus.answer_tokens))
     window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else longest
+    output_dtype = None
+    if options.output_dtype == "float8_e4m3":
+        output_dtype = torch.float8_e4m3fn
+        round_output(learner, next(trainer.stream()))
     with writing("--out", out):
-        num_bytes = export_drafter(module, model_folder, out, window=window)
+        num_bytes = export_drafter(module, model_folder, out, window=window, output_dtype=output_dtype)
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
     evaluations = measure(

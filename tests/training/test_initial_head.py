@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from training_world import make_head, make_trainer, random_texts, run_ahead
 
 from outrider.errors import ConfigError
-from outrider_tools.training.drafters import export_drafter, make_learner, resolved
+from outrider_tools.quantize import nearest_e4m3
+from outrider_tools.training.drafters import export_drafter, make_learner, resolved, round_output
+from outrider_tools.training.evaluate import load_drafter
 from outrider_tools.training.heads import StoredEagle3Head, TrainableEagle3Head
 from outrider_tools.training.options import RunOptions
 from outrider_tools.training.target import TargetModel
@@ -82,6 +84,34 @@ def test_a_training_may_add_tokens_to_those_of_the_head_in_the_folder(
     counts = np.bincount(texts.answer_tokens(), minlength=target.config.vocab_size)
     left = np.setdiff1d(np.arange(target.config.vocab_size), head.target_ids)
     assert counts[head.target_ids[added]].min() >= counts[left].max(), "the answers' most frequent others"
+
+
+def test_an_output_matrix_in_eight_bits_guesses_nearly_the_same(
+    target: TargetModel, trained: TrainableEagle3Head, folder: Path, tmp_path: Path
+) -> None:
+    texts = random_texts(target, 12, 6, 30, seed=4)
+    options = resolved(RunOptions(init_from=folder, trainer=OPTIONS.trainer), target.config)
+    learner = make_learner(target, texts, options)
+    head = learner.module
+    assert isinstance(head, TrainableEagle3Head)
+    batch = next(Trainer(learner, texts, options.trainer).stream())
+    learner.prepare(batch)
+    whole, moments = head.lm_head.weight.detach().clone(), learner.output_moments(batch)
+    round_output(learner, batch)
+
+    def error(matrix: torch.Tensor) -> float:
+        difference = matrix.detach() - whole
+        return float(((difference @ moments) * difference).sum())
+
+    assert error(head.lm_head.weight) < 0.7 * error(nearest_e4m3(whole)), "products with the head's own rows"
+    export_drafter(head, target.folder, tmp_path / "eight", torch.float32, output_dtype=torch.float8_e4m3fn)
+    stored = load_file(tmp_path / "eight/model.safetensors")
+    assert stored["lm_head.weight"].dtype == torch.float8_e4m3fn and stored["fc.weight"].dtype == torch.float32
+    again = StoredEagle3Head(tmp_path / "eight", target.config).head(target)
+    assert torch.equal(again.lm_head.weight, head.lm_head.weight), "a training may start from it"
+    served = load_drafter("EAGLE3", tmp_path / "eight", target.folder, target.model)
+    rows = torch.randn(5, target.config.hidden_size)
+    torch.testing.assert_close(served.logits(rows), head.lm_head(rows).detach(), rtol=0.02, atol=0.02)
 
 
 def test_rows_of_a_head_in_another_order_are_sorted(

@@ -422,7 +422,8 @@ def test_a_run_goes_on_from_an_earlier_runs_head(
 ) -> None:
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path), "--smoke", "--device", "cpu"]
     words += ["--text", str(earlier), "--eval-prompts", str(earlier / "asked.jsonl"), "--steps", "2"]
-    assert main([*words, "--init-from", str(earlier), "--hit-weight", "0.5"]) == 0
+    more = ["--hit-weight", "0.5", "--output-dtype", "float8_e4m3"]
+    assert main([*words, "--init-from", str(earlier), *more]) == 0
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["options"]["draft_vocab_size"] == 150 and record["options"]["feature_layers"] == [1, 2, 3]
     assert record["options"]["trainer"]["hit_weight"] == 0.5
@@ -431,6 +432,7 @@ def test_a_run_goes_on_from_an_earlier_runs_head(
         f"| begun as | {earlier.name} |" in card and f"Training started from {earlier.name}, which has a text" in card
     )
     own, first = (load_file(folder / "model.safetensors") for folder in (tmp_path, earlier))
+    assert own["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(own["d2t"], first["d2t"]) and not torch.equal(own["fc.weight"], first["fc.weight"])
     torch.testing.assert_close(own["fc.weight"], first["fc.weight"], rtol=0.2, atol=0.1)
     capsys.readouterr()
