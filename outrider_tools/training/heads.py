@@ -191,7 +191,8 @@ class StoredEagle3Head:
         """Return a trainable head, on the target's device, that computes the same as the folder's.
 
         `target_ids` int64, ascending: the tokens that it guesses, with those of the folder's head among them; None for
-        no others. The output matrix begins with the target's rows for the others.
+        no others. The output matrix's rows of the others are made from the target's, by the linear map that best
+        makes the stored rows from the target's rows of their tokens.
 
         Raises ConfigError if the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
@@ -211,8 +212,10 @@ class StoredEagle3Head:
         check_tensors(stored, weights, self._folder, CONFIG)
         for name, weight in weights.items():
             weight.copy_(stored[name].read())
-        output.copy_(target.stored_output()[target_ids])
-        output[torch.searchsorted(target_ids, self.target_ids)] = weights[OUTPUT][self._order]
+        learned, rows = weights[OUTPUT][self._order], target.stored_output()[target_ids].float()
+        known = torch.searchsorted(target_ids, self.target_ids)
+        output.copy_(rows @ torch.linalg.lstsq(rows[known], learned).solution)
+        output[known] = learned
         head.learned = True
         return head.to(target.device)
 
