@@ -21,16 +21,17 @@ import torch
 import outrider
 from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import count_of
+from outrider.models.drafters.kinds import FREQUENT_TOKENS
 from outrider_tools.files import writing
 from outrider_tools.training.corpus import run_texts
-from outrider_tools.training.drafters import export_drafter, make_learner, resolved, round_output
+from outrider_tools.training.drafters import DRAFT_VOCAB_SIZE, export_drafter, make_learner, resolved, round_output
 from outrider_tools.training.evaluate import load_drafter, measure
 from outrider_tools.training.figures import Evaluation, Report, decoding, length_table, markdown, rate_table
 from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import Beginnings, ChatForm
 from outrider_tools.training.target import TargetModel
-from outrider_tools.training.texts import coverage
+from outrider_tools.training.texts import choose_vocabulary, coverage
 from outrider_tools.training.trainer import Trainer
 
 
@@ -89,6 +90,10 @@ def train(
         round_output(learner, next(trainer.stream()))
     with writing("--out", out):
         num_bytes = export_drafter(module, model_folder, out, window=window, output_dtype=output_dtype)
+        if ids is not None and ids.numel() > DRAFT_VOCAB_SIZE:
+            size, stops = target.config.vocab_size, target.config.eos_token_ids
+            frequent = choose_vocabulary(texts, size, DRAFT_VOCAB_SIZE, stops)
+            (out / FREQUENT_TOKENS).write_text(json.dumps(frequent.tolist()) + "\n", "utf-8")
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
     evaluations = measure(

@@ -418,8 +418,13 @@ def test_vocabulary_holds_the_most_frequent_tokens_of_answers() -> None:
 
 @pytest.mark.usefixtures("no_plots")
 def test_a_run_goes_on_from_an_earlier_runs_head(
-    earlier: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(run_module, "DRAFT_VOCAB_SIZE", 100)
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path), "--smoke", "--device", "cpu"]
     words += ["--text", str(earlier), "--eval-prompts", str(earlier / "asked.jsonl"), "--steps", "2"]
     more = ["--hit-weight", "0.5", "--output-dtype", "float8_e4m3"]
@@ -435,5 +440,8 @@ def test_a_run_goes_on_from_an_earlier_runs_head(
     assert own["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(own["d2t"], first["d2t"]) and not torch.equal(own["fc.weight"], first["fc.weight"])
     torch.testing.assert_close(own["fc.weight"], first["fc.weight"], rtol=0.2, atol=0.1)
+    frequent = json.loads((tmp_path / "frequent_tokens.json").read_text())
+    assert len(frequent) == 100 and set(frequent) <= set((own["d2t"] + torch.arange(150)).tolist())
+    assert not (earlier / "frequent_tokens.json").exists(), "its vocabulary is not larger than that of CPUs"
     capsys.readouterr()
     assert main([*words, "--init-from", str(tmp_path / "nothing")]) == 2

@@ -52,6 +52,8 @@ from outrider.models.store_folder import (
 
 HEADS_VARIABLE = "OUTRIDER_HEADS"
 _HEAD_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+FREQUENT_TOKENS = "frequent_tokens.json"
+"""In a head's folder: a token map (--speculative-token-map) for CPUs."""
 _MAX_MAP_BYTES = 64 << 20
 _IN_LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
 """Matches a part of the names of a language model's tensors in its layers."""

@@ -22,6 +22,7 @@ from outrider.models.drafters.base import DraftHead, DraftModel
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
 from outrider.models.drafters.heads import BlockHead, Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
+    FREQUENT_TOKENS,
     asked_window,
     check_own_vocabulary,
     check_token_map,
@@ -138,8 +139,7 @@ def _load_head(
     if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
-    path = options.speculative_token_map
-    allowed = read_token_map(Path(path), config.decoder.vocab_size) if path else None
+    allowed = _allowed(options, folder, config.decoder.vocab_size, device)
     offsets = stored.pop("d2t", None)
     sizes = config.draft_vocab_size, config.decoder.vocab_size
     ids = None if offsets is None else ids_of_offsets(offsets.read(), *sizes, str(offsets.path))
@@ -227,6 +227,15 @@ def shared_tensors(target: Path) -> dict[str, StoredTensor]:
             "head that has one"
         )
     return {OUTPUT: found[EMBEDDING], **found}
+
+
+def _allowed(options: DraftOptions, folder: Path, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Return the target ids that a head may guess, ascending; None for all of its own."""
+    if options.speculative_token_map:
+        return read_token_map(Path(options.speculative_token_map), vocab_size)
+    # On a CPU a step takes as long as reading the weights, of which the output matrix has the most.
+    frequent = folder / FREQUENT_TOKENS
+    return read_token_map(frequent, vocab_size) if device.type == "cpu" and frequent.is_file() else None
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:

@@ -386,6 +386,17 @@ def test_a_token_map_cuts_a_reduced_vocabulary_further(tmp_path: Path) -> None:
         load("EAGLE3", speculative_draft_model_path=head, speculative_token_map=str(tmp_path / "none.json"))
 
 
+def test_on_a_cpu_a_head_guesses_the_tokens_that_its_folder_lists(tmp_path: Path) -> None:
+    save_head(tmp_path / "head", EAGLE3_FIELDS, eagle3_tensors())
+    (tmp_path / "head" / "frequent_tokens.json").write_text(f"[{DRAFT_IDS[5]}, {DRAFT_IDS[2]}]")
+    head = str(tmp_path / "head")
+    listed = load("EAGLE3", speculative_draft_model_path=head).target_ids
+    assert listed is not None and listed.tolist() == [DRAFT_IDS[2], DRAFT_IDS[5]]
+    (tmp_path / "map.json").write_text(f"[{DRAFT_IDS[0]}]")
+    mapped = load("EAGLE3", speculative_draft_model_path=head, speculative_token_map=str(tmp_path / "map.json"))
+    assert mapped.target_ids is not None and mapped.target_ids.tolist() == [DRAFT_IDS[0]], "a map that is named"
+
+
 def test_epsilon_is_the_heads_own(tmp_path: Path) -> None:
     tensors = eagle3_tensors()
     save_head(tmp_path, {**EAGLE3_FIELDS, "rms_norm_eps": 0.5}, tensors)
