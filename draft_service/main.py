@@ -14,12 +14,13 @@ from draft_service.door.servicer import DraftServicer
 from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
+from outrider.exit_codes import EXIT_FAILURE, EXIT_OK
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
 from outrider.models.drafters.kinds import drafters_of_service
 from outrider.rpc.credentials import door_tokens
-from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
+from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 

@@ -11,13 +11,14 @@ from functools import partial
 from outrider.config.base import expand, parse_options
 from outrider.config.verify import VerifyOptions
 from outrider.errors import UnavailableError, under
+from outrider.exit_codes import EXIT_FAILURE, EXIT_OK
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
 from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
 from outrider.rpc.credentials import door_tokens, peer_tokens
-from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
+from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.peers import PeerAddresses
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
 from outrider.v1 import verify_pb2_grpc

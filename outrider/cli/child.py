@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import OutriderError
+from outrider.exit_codes import exit_text
 from outrider.host.launch import tie_to_parent
-from outrider.rpc.lifecycle import exit_text
 
 # Log lines kept for the message about a failed start.
 NUM_TAIL_LINES = 40

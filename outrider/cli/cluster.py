@@ -35,8 +35,8 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.exit_codes import exit_text
 from outrider.models.capacity import usable_cores
-from outrider.rpc.lifecycle import exit_text
 from outrider.rpc.transport import check_address
 
 # In start order.

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from outrider.errors import ConfigError, InternalError
+from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, Ready, Refused, Start, pack
 from outrider.logs import configure_logging, get_logger
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 
 _MIN_YOUNG_OBJECTS = 2000
 """New objects since the last collection that make another one worthwhile."""

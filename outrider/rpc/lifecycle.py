@@ -23,6 +23,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from outrider.logs import configure_logging, get_logger, mend_streams, redact
 
 if sys.platform == "win32":
@@ -31,27 +32,12 @@ else:
     # A gateway's process takes a fifth less time for a token than with asyncio's own loop.
     from uvloop import new_event_loop
 
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
-
 _NO_OPTIONS = ("API_KEY", "HEADS", "HOME", "MODELS")
 """Variables that other parts read (names without the prefix), and MODELS, the folder of compose.yaml."""
 _LIKENESS = 0.8
 """Similarity of two names, 0 to 1, from which on one counts as a misspelling of the other."""
 
 OptionsT = TypeVar("OptionsT", bound=ServiceOptions)
-
-
-def exit_text(code: int) -> str:
-    """Return a process's exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {-code}"
 
 
 _logger = get_logger(__name__)

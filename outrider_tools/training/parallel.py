@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.rpc.lifecycle import exit_text
+from outrider.exit_codes import exit_text
 
 # How long a rank waits for the others: making text ends at different times. A dead rank ends all of them at once.
 MAX_WAIT = timedelta(hours=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import Answer, make_request
@@ -78,8 +80,15 @@ def test_pages_of_a_prefix_that_requests_share_are_asked_for_once(skips_cache: b
     first = submit(engine, 160, max_tokens=1)
     engine.start()
     assert first.done.wait(10)
+    all_are_here = threading.Event()
+
+    def wait_for_all() -> None:
+        assert all_are_here.wait(10)
+
+    device.during = wait_for_all
     # 41 pages each, 39 of which the cache has.
     late = [submit(engine, 160, max_tokens=4, skip_prefix_cache=skips_cache) for _ in range(6)]
+    all_are_here.set()
     assert all(answer.done.wait(10) for answer in late)
     engine.stop()
     assert max(map(len, device.rounds)) == (1 if skips_cache else 6)

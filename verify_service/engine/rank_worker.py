@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from outrider.attention.paged import PromptShape
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
+from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE
 from outrider.graphs import compile_aside
 from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores
 from outrider.logs import configure_logging, get_logger
 from outrider.models.decoder import CausalLM
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 from verify_service.engine.build import choose_threads, following_executor, link_ranks
 from verify_service.engine.loading import load, load_draft
 from verify_service.executors.cuda import CudaExecutor

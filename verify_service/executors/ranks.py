@@ -34,6 +34,7 @@ from outrider.cache.kv import KVCache
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, RoundShape
 from outrider.errors import ConfigError, InternalError
+from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, exit_text
 from outrider.graphs import compile_aside
 from outrider.host.process import spawn
 from outrider.host.rank_memory import RankError, RankMemory
@@ -42,7 +43,6 @@ from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, exit_text
 from outrider.sampling.params import SamplingParams
 
 log = get_logger(__name__)
