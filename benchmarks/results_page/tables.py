@@ -365,7 +365,7 @@ def readme_table() -> str:
     """Return the table of README.md, with one line per configuration."""
     cpu, two, one = report(MT_BENCH), report("split_80_h200x2"), report("live_renewed_h200")
     no_amx = report("mt_bench_avx512_bf16_cpu")
-    inside, ranks = report("split_colocated_renewed_h200"), report("split_ranks_h200x2")
+    inside, ranks = report("split_colocated_h200"), report("split_ranks_h200x2")
 
     def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
@@ -398,7 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_80": lambda: split_table("split_80_h200x2", ALL_80),
     "split_targets": split_targets,
     "split_70b": lambda: split_table("split_70b_fp8_tp2_h100x4", LARGE_SPLIT, PAIR_COLUMNS),
-    "colocated": lambda: split_table("split_colocated_renewed_h200", COLOCATED, COLOCATED_COLUMNS),
+    "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
     "equal_texts": lambda: split_table("split_accept_h200", EQUAL_TEXTS, PLACEMENT_COLUMNS),
     "copies": lambda: split_table("split_copy_renewed_h200", COPIES, PLACEMENT_COLUMNS),
     "accept_ngram": lambda: split_table("accept_ngram_cpu", ACCEPT_NGRAM, ACCEPT_COLUMNS),
