@@ -14,7 +14,7 @@ from draft_service.door.servicer import DraftServicer
 from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
-from outrider.exit_codes import EXIT_FAILURE, EXIT_OK
+from outrider.errors import EXIT_FAILURE, EXIT_OK
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics

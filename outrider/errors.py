@@ -1,4 +1,4 @@
-"""The errors that Outrider raises on purpose, and the status codes that clients get.
+"""The errors that Outrider raises on purpose, the status codes that clients get, and exit codes of processes.
 
 OutriderError
 ├── InvalidRequestError        400  INVALID_ARGUMENT     the request is at fault
@@ -14,8 +14,14 @@ OutriderError
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 
 
 class OutriderError(Exception):
@@ -183,3 +189,13 @@ def under(option: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{option}: {error.message}") from error
+
+
+def exit_text(code: int) -> str:
+    """Return a process's exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {-code}"

@@ -10,8 +10,7 @@ from functools import partial
 
 from outrider.config.base import expand, parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.errors import UnavailableError, under
-from outrider.exit_codes import EXIT_FAILURE, EXIT_OK
+from outrider.errors import EXIT_FAILURE, EXIT_OK, UnavailableError, under
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics

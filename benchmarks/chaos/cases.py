@@ -14,7 +14,7 @@ from benchmarks.chaos.clients import unread, vanishing
 from benchmarks.chaos.link import Air
 from benchmarks.chaos.proxy import Weather
 from benchmarks.chaos.worlds import World
-from outrider.exit_codes import exit_text
+from outrider.errors import exit_text
 
 FLAP_SECONDS = 1.0
 DISCONNECT_SECONDS = 0.7

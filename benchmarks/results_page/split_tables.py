@@ -186,9 +186,7 @@ def split_table(name: str, cases: Mapping[str, str], columns: Mapping[str, tuple
 
 def colocated_targets() -> str:
     """Return the table of targets of drafting inside the round."""
-    one, placed, naive = map(
-        report, ("split_colocated_h200", "split_placement_renewed_h200", "split_naive_eagle_h200")
-    )
+    one, placed, naive = map(report, ("split_colocated_h200", "split_placement_renewed_h200", "split_naive_eagle_h200"))
     start, line, equal = report("start_colocated_h100"), report("timeline_h200"), report("split_accept_h200")
     always = [case for case in PLACEMENT if "colocated lockstep" in case]
     useless, long = report("split_useless_h100"), report("split_long_h100")

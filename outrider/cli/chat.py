@@ -32,8 +32,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
-from outrider.errors import ConfigError, OutriderError, count_of
-from outrider.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED
+from outrider.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, OutriderError, count_of
 
 _REPEAT_SECONDS = 0.1
 """Time between two tries to deliver a signal that has not interrupted a read."""

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from outrider.errors import OutriderError
-from outrider.exit_codes import exit_text
+from outrider.errors import OutriderError, exit_text
 from outrider.host.launch import tie_to_parent
 
 # Log lines kept for the message about a failed start.

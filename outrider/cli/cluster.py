@@ -34,8 +34,7 @@ from outrider.config.draft import AUTO, DRAFTING, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError
-from outrider.exit_codes import exit_text
+from outrider.errors import ConfigError, exit_text
 from outrider.models.capacity import usable_cores
 from outrider.rpc.transport import check_address
 

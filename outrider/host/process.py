@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
-from outrider.errors import ConfigError, InternalError, count_of
-from outrider.exit_codes import exit_text
+from outrider.errors import ConfigError, InternalError, count_of, exit_text
 from outrider.host.frames import FrameReader, Ready, Refused, Start, Stop, pack
 from outrider.logs import get_logger
 

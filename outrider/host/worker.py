@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from outrider.errors import ConfigError, InternalError
-from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
+from outrider.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK, ConfigError, InternalError
 from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, Ready, Refused, Start, pack
 from outrider.logs import configure_logging, get_logger
 

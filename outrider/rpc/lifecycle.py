@@ -22,8 +22,7 @@ from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError
-from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
+from outrider.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from outrider.logs import configure_logging, get_logger, mend_streams, redact
 
 if sys.platform == "win32":

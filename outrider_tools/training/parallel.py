@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from outrider.errors import ConfigError, OutriderError
-from outrider.exit_codes import exit_text
+from outrider.errors import ConfigError, OutriderError, exit_text
 
 # How long a rank waits for the others: making text ends at different times. A dead rank ends all of them at once.
 MAX_WAIT = timedelta(hours=6)

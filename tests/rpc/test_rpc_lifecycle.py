@@ -16,8 +16,7 @@ import pytest
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
-from outrider.errors import ConfigError
-from outrider.exit_codes import exit_text
+from outrider.errors import ConfigError, exit_text
 from outrider.rpc.lifecycle import misspelt_variables, run_service, with_variable, write_ready_file
 
 REPOSITORY = Path(__file__).parents[2]

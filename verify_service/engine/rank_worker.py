@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.attention.paged import PromptShape
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, InternalError
-from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE
+from outrider.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, InternalError
 from outrider.graphs import compile_aside
 from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores

@@ -33,8 +33,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, RoundShape
-from outrider.errors import ConfigError, InternalError
-from outrider.exit_codes import EXIT_CONFIG, EXIT_FAILURE, exit_text
+from outrider.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, InternalError, exit_text
 from outrider.graphs import compile_aside
 from outrider.host.process import spawn
 from outrider.host.rank_memory import RankError, RankMemory
