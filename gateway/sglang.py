@@ -335,15 +335,15 @@ class GenerateBuilder(ResponseBuilder):
         if num_top is None:
             return {}
         own, top = ([], []) if start is None else self._prompt(job, answer.prompt_logprobs)
-        told = [(token.id, token.logprobs) for token in answer.tokens if token.logprobs is not None]
+        with_logprobs = [(token.id, token.logprobs) for token in answer.tokens if token.logprobs is not None]
         fields: dict[str, Any] = {
             "input_token_logprobs": own[start:],
-            "output_token_logprobs": [self._scored(logprobs.logprob, token_id) for token_id, logprobs in told],
+            "output_token_logprobs": [self._scored(logprobs.logprob, token_id) for token_id, logprobs in with_logprobs],
         }
         if num_top:
             fields["input_top_logprobs"] = top[start:]
             fields["output_top_logprobs"] = [
-                [self._scored(value, token_id) for token_id, value in logprobs.top] for _, logprobs in told
+                [self._scored(value, token_id) for token_id, value in logprobs.top] for _, logprobs in with_logprobs
             ]
         return fields
 

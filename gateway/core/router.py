@@ -101,12 +101,12 @@ class Replica:
     async def _probe(self, accept: Accept) -> str:
         """Ask the replica once and set the state. Return what is wrong, empty if nothing is."""
         try:
-            told = await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
+            response = await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
         except grpc.aio.AioRpcError as error:
             self.state = ReplicaState.CONNECTING
             return error_from_rpc(error, f"verify at {self.address}").message
         try:
-            info = INFO.decode(told)
+            info = INFO.decode(response)
             await accept(info)
         except OutriderError as error:
             self.state = ReplicaState.UNSUITABLE
@@ -130,7 +130,7 @@ class Replica:
                 await self._stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=_LOAD_DEADLINE)
             )
         except grpc.aio.AioRpcError as error:
-            _logger.debug("verify %s told no load: %s", self.address, error.code())
+            _logger.debug("verify %s reported no load: %s", self.address, error.code())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationUpdate, None]:
         """Yield one answer; closing the iterator cancels the call. Raises OutriderError, also if the end is missing."""
@@ -149,14 +149,14 @@ class Replica:
             # Verify knows the deadline, so it has ended the call, too.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError("the answer was not complete before its deadline; ask for fewer tokens") from None
-            told = error_from_rpc(error, "the verify service", names_addresses=False)
-            if isinstance(told, UnavailableError | InternalError):
+            failure = error_from_rpc(error, "the verify service", names_addresses=False)
+            if isinstance(failure, UnavailableError | InternalError):
                 _logger.info("verify %s failed a call: %s", self.address, error.details())
-            if isinstance(told, UnavailableError):
+            if isinstance(failure, UnavailableError):
                 self._probe_now.set()
-            raise told from None
+            raise failure from None
         except asyncio.CancelledError:
-            # A call that `end_answers` has cancelled raises it, too. Then the task goes on, and its client is told.
+            # A call that `end_answers` has cancelled raises it, too; the task goes on and its client gets the error.
             task = asyncio.current_task()
             if not self._ended.is_set() or (task is not None and task.cancelling()):
                 raise

@@ -354,8 +354,8 @@ class ToolCallParser:
         text = held.rstrip()
         if text:
             is_first = self._num_calls and not self._has_text
-            said = text.lstrip() if is_first else "".join([*self._spaces, text])
-            self._add_text(said, self._position - len(self._held) - len(held) + len(text))
+            content = text.lstrip() if is_first else "".join([*self._spaces, text])
+            self._add_text(content, self._position - len(self._held) - len(held) + len(text))
             self._spaces.clear()
             self._has_text_since_call, self._has_text, self._bare = True, True, False
         self._spaces += held[len(text) :]

@@ -111,8 +111,8 @@ class RestApp:
             if scope["method"] == "OPTIONS" and (allowed := _allowed(error, scope["path"])):
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
-            tell = _logger.info if let_in else self._refusal_warnings.warn
-            await error_response(_client_error(error, scope, tell))(scope, receive, send_tagged)
+            log = _logger.info if let_in else self._refusal_warnings.warn
+            await error_response(_client_error(error, scope, log))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> bool:
         """Check the API key, and name the client and tenant that it stands for. Raises HttpError without one.
@@ -160,8 +160,8 @@ def _allowed(error: Exception, path: str) -> str:
     return "GET, HEAD, POST" if path == "*" else (error.headers or {}).get("Allow", "")
 
 
-def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> OutriderError:
-    """Return the error for the client, and log it: with `tell` if it is no fault of ours."""
+def _client_error(error: Exception, scope: Scope, log: Callable[..., None]) -> OutriderError:
+    """Return the error for the client, and log it: with `log` if it is no fault of ours."""
     place = f"{scope['method'][:20]} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
         headers: dict[str, Any] = dict(error.headers or {})
@@ -171,7 +171,7 @@ def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> 
         else:
             error = HttpError(404, f"{place}: there is no such path; see /openapi.json", "path_not_found", headers)
     if isinstance(error, OutriderError) and error.http_status != InternalError.http_status:
-        tell("%s refused: %s: %s", place, error.code, error.message)
+        log("%s refused: %s: %s", place, error.code, error.message)
         return error
     return internal_error(error, place, _logger)
 

@@ -86,8 +86,8 @@ class BodyReader:
             raise self._too_large({"connection": "close"} if asks_first else None)
 
     def _too_large(self, headers: dict[str, str] | None = None) -> HttpError:
-        said = f"the body is over the limit of {self._max_bytes} bytes; send less"
-        return HttpError(413, said, "request_too_large", headers)
+        message = f"the body is over the limit of {self._max_bytes} bytes; send less"
+        return HttpError(413, message, "request_too_large", headers)
 
     async def _read_parts(self, request: Request) -> bytes:
         parts: list[bytes] = []
@@ -141,7 +141,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 def _check_headers(headers: Mapping[str, str]) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        said = repr(kind[:80]) if kind else "missing"
-        raise HttpError(415, f"content-type is {said}; send application/json", "unsupported_content_type")
+        received = repr(kind[:80]) if kind else "missing"
+        raise HttpError(415, f"content-type is {received}; send application/json", "unsupported_content_type")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpError(415, "content-encoding is not supported; send plain JSON", "unsupported_content_encoding")

@@ -195,7 +195,7 @@ class CompletionBuilder(ChoicesBuilder):
         return sent
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[CompletionChoice]:
-        index, said = delta.choice_index, delta.text
+        index, delta_text = delta.choice_index, delta.text
         answer.prompt_logprobs.extend(delta.chunk.prompt_logprobs if self._body.echo else ())
         ready = delta.tokens or delta.finish_reason is not None
         prompt_ids: dict[str, Any] = {}
@@ -212,12 +212,12 @@ class CompletionBuilder(ChoicesBuilder):
         logprobs = completion_logprobs(delta.tokens, self._names, answer.num_characters, with_end=bool(self._body.echo))
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
         more = prompt_ids | self._about_tokens(delta)
-        if said or logprobs is not None or more or delta.finish_reason is not None:
+        if delta_text or logprobs is not None or more or delta.finish_reason is not None:
             reason = None
             if delta.finish_reason is not None:
                 reason = finish_word(delta.finish_reason)
                 more |= self._stopped_by(index, delta.matched_stop)
-            yield CompletionChoice(index=index, text=said, logprobs=logprobs, finish_reason=reason, **more)
+            yield CompletionChoice(index=index, text=delta_text, logprobs=logprobs, finish_reason=reason, **more)
 
     def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:
         """Return the prompt's text and log-probabilities, as far as they are echoed."""

@@ -158,8 +158,8 @@ class _Item:
 
     def logprobs(self, start: int = 0) -> list[TokenLogprob]:
         """Return the log-probabilities of the tokens from `start` on."""
-        told = chat_logprobs(self.tokens[start:], self.names)
-        return [] if told is None else told.content
+        logprobs = chat_logprobs(self.tokens[start:], self.names)
+        return [] if logprobs is None else logprobs.content
 
     def empty(self) -> OutputItem:
         """Return the item as clients see it when it begins."""
@@ -254,8 +254,8 @@ class ResponsesBuilder(ResponseBuilder):
     def error_event(self, error: OutriderError) -> bytes:
         """See the base. Clients of this route distinguish events by type, and accept none without a type."""
         detail = error_detail(error)
-        told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
-        return self.event(self._event("error", **told))
+        fields = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
+        return self.event(self._event("error", **fields))
 
     def _pieces(self, delta: Delta) -> Iterator[_ItemPiece]:
         """Yield what a delta adds. The last piece of an answer that ends with a message, or has no item, is empty."""
