@@ -268,8 +268,8 @@ def branch_attention(
     group = num_heads // k_cache.shape[1]
     if short:
         config = config or fit_heads(short_config(group, head_dim, q.dtype), head_dim, q.dtype)
-        told = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config, rules)
-        jit.short_branch_attention(q, k_cache, v_cache, *where, out, *told)
+        settings = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config, rules)
+        jit.short_branch_attention(q, k_cache, v_cache, *where, out, *settings)
         return out
     row_tokens = mean_row_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
     config = config or fit_heads(branch_config(row_tokens, group, head_dim, q.dtype), head_dim, q.dtype)

@@ -217,8 +217,8 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bo
         if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
             return False
         where = (target.backend, target.arch, target.warp_size)
-        told = (function.module, function.__name__, function.cache_key)
-        job = CompileJob(*told, signature, constexprs, attrs, vars(options), where)
+        identity = (function.module, function.__name__, function.cache_key)
+        job = CompileJob(*identity, signature, constexprs, attrs, vars(options), where)
         (workers.start if ahead else workers.run)(job)
     except Exception as error:  # the caller can always compile by itself
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)

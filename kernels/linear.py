@@ -123,9 +123,11 @@ def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = Fals
         config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits, grouped)
         if config is not None:
             return config
-    told = (num_out, size, rows.shape[0], gated, rows.element_size(), processors)
+    sizes = (num_out, size, rows.shape[0], gated, rows.element_size(), processors)
     return (
-        quantized_config(*told, weight.kind, weight.piece) if isinstance(weight, QuantWeight) else choose_config(*told)
+        quantized_config(*sizes, weight.kind, weight.piece)
+        if isinstance(weight, QuantWeight)
+        else choose_config(*sizes)
     )
 
 

@@ -109,7 +109,7 @@ def _tanh(values):
 
 
 @triton.jit(do_not_specialize=["memory_stride"])
-def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _recur(joint, memory, output, kept, memory_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -117,9 +117,9 @@ def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, 
     source = joint + row * 3 * size + columns
     keep = tl.sigmoid(tl.load(source, mask=inside, other=0.0).to(tl.float32))
     fresh = _tanh(tl.load(source + size, mask=inside, other=0.0).to(tl.float32))
-    word = _tanh(tl.load(source + 2 * size, mask=inside, other=0.0).to(tl.float32))
+    out = _tanh(tl.load(source + 2 * size, mask=inside, other=0.0).to(tl.float32))
     old = tl.load(memory + row * memory_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(said + row * size + columns, word.to(said.dtype.element_ty), mask=inside)
+    tl.store(output + row * size + columns, out.to(output.dtype.element_ty), mask=inside)
     new = keep * old + (1 - keep) * fresh
     tl.store(kept + row * size + columns, new.to(kept.dtype.element_ty), mask=inside)
 
@@ -127,11 +127,11 @@ def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Implement kernels.elementwise.recur."""
     num_rows, size = memory.shape
-    said, kept = (joint.new_empty(num_rows, size) for _ in range(2))
+    output, kept = (joint.new_empty(num_rows, size) for _ in range(2))
     _recur[(num_rows, triton.cdiv(size, 512))](
-        joint, memory, said, kept, memory.stride(0), size, BLOCK=512, num_warps=4, **starts_early(joint)
+        joint, memory, output, kept, memory.stride(0), size, BLOCK=512, num_warps=4, **starts_early(joint)
     )
-    return said, kept
+    return output, kept
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -33,10 +33,10 @@ def gate_mul(gate_up: Tensor, gelu: bool) -> Tensor:
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Implement kernels.elementwise.recur."""
-    keep, fresh, said = joint.float().chunk(3, 1)
+    keep, fresh, output = joint.float().chunk(3, 1)
     keep = keep.sigmoid()
     kept = keep * memory.float() + (1 - keep) * fresh.tanh()
-    return said.tanh().to(joint.dtype), kept.to(joint.dtype)
+    return output.tanh().to(joint.dtype), kept.to(joint.dtype)
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
