@@ -90,10 +90,10 @@ class LineWriter:
     Only one thread may use a writer at a time.
     """
 
-    def __init__(self, stream: TextIO, tell: Callable[[str], str] = str) -> None:
-        """`tell` formats a message of the writer itself as a line, without the line break."""
+    def __init__(self, stream: TextIO, format_notice: Callable[[str], str] = str) -> None:
+        """`format_notice` formats a message of the writer itself as a line, without the line break."""
         self._stream = stream
-        self._tell = tell
+        self._format_notice = format_notice
         self._terminal = _open_terminal(stream)
         self._num_left_out = 0
         self._is_cut = False
@@ -103,8 +103,8 @@ class LineWriter:
         """Write a line, after one that says how many lines before it were left out, if any. Raises OSError."""
         text = f"{line}\n"
         if self._num_left_out:
-            told = self._tell(f"{self._num_left_out} lines were left out here: nobody read them")
-            text = f"{chr(10) * self._is_cut}{told}\n{text}"
+            notice = self._format_notice(f"{self._num_left_out} lines were left out here: nobody read them")
+            text = f"{chr(10) * self._is_cut}{notice}\n{text}"
         self._stream.flush()
         try:
             number = self._stream.fileno() if self._terminal is None else self._terminal
@@ -151,7 +151,7 @@ class LineHandler(logging.Handler):
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self._writer = LineWriter(stream, self._tell)
+        self._writer = LineWriter(stream, self._format_notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -162,7 +162,7 @@ class LineHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def _tell(self, text: str) -> str:
+    def _format_notice(self, text: str) -> str:
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
 
 

@@ -102,8 +102,8 @@ def _leave_on_signals() -> None:
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     main = threading.get_ident()
     leaving, left_at = threading.Event(), 0.0
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
 
     def leave(*_: object) -> None:
         nonlocal left_at
@@ -114,14 +114,14 @@ def _leave_on_signals() -> None:
             sys.exit(EXIT_INTERRUPTED)
 
     def repeat() -> None:
-        while (signum := told.recv(1)[0]) not in numbers:
+        while (signum := receiver.recv(1)[0]) not in numbers:
             pass
         while not leaving.wait(_REPEAT_SECONDS):
             signal.pthread_kill(main, signum)
 
     for signum in numbers:
         signal.signal(signum, leave)
-    signal.set_wakeup_fd(tell.detach())
+    signal.set_wakeup_fd(sender.detach())
     threading.Thread(target=repeat, name="signals", daemon=True).start()
 
 

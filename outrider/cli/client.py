@@ -80,10 +80,10 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
 
 
 def _to_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    told = error_from_rpc(error, "the gateway")
-    if told.code == "peer_refused_credentials":
-        return OutriderError(f"{told.message}; set OUTRIDER_API_KEY", code=told.code)
-    return told
+    failure = error_from_rpc(error, "the gateway")
+    if failure.code == "peer_refused_credentials":
+        return OutriderError(f"{failure.message}; set OUTRIDER_API_KEY", code=failure.code)
+    return failure
 
 
 def valid_text(text: str) -> str:

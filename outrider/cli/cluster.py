@@ -338,12 +338,12 @@ class Cluster:
         """
         if self._verify.no_speculation:
             return {}
-        told = {
+        reported = {
             name: self.children[name].ready_info.get("drafters")
             for name in ("verify", "draft")
             if name in self.children
         }
-        return {name: tuple(names.split("+")) for name, names in told.items() if names}
+        return {name: tuple(names.split("+")) for name, names in reported.items() if names}
 
     @property
     def rest_url(self) -> str:

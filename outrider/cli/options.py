@@ -206,12 +206,12 @@ def make_cluster(
         verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
         gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
 
-        def say(text: str) -> None:
+        def notify(text: str) -> None:
             print_steadily(console, f"outrider: {text}")
 
         of_drafts: list[str] = []  # printed after all checks have passed
         placed = place_drafts(verify, draft, arguments.draft_placement, gpus, of_drafts.append)
-        verify, told = placed.verify, placed.draft
+        verify, placed_draft = placed.verify, placed.draft
         bound = bound_services(options, placed)
         own_door = partial(_check_own_door, gateway, arguments)
         if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
@@ -221,24 +221,24 @@ def make_cluster(
             target = resolve_model(verify.model, impl=verify.model_impl)
         if not is_here:  # a target that was here is among the checks above
             _check_folder(target, verify, gateway)
-        if told is not None and told.speculative_algorithm != NGRAM:
-            told = place_draft_model(told, verify, target, gpus)
-            check_drafter(told, target)
+        if placed_draft is not None and placed_draft.speculative_algorithm != NGRAM:
+            placed_draft = place_draft_model(placed_draft, verify, target, gpus)
+            check_drafter(placed_draft, target)
         if set(verify.speculative_algorithm) - {*NGRAM}:
             check_drafter(verify.draft_model(str(target)), target)
         if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
             verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
         for text in of_drafts:
-            say(text)
+            notify(text)
         return Cluster(
             gateway=gateway,
             verify=verify,
-            draft=told,
-            services=SERVICES if told is not None else [name for name in SERVICES if name != "draft"],
+            draft=placed_draft,
+            services=SERVICES if placed_draft is not None else [name for name in SERVICES if name != "draft"],
             fixed_ports=fixed_ports,
             supervise=supervise,
             on_line=on_line,
-            on_event=say,
+            on_event=notify,
         )
 
 
@@ -410,11 +410,11 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
     except ConfigError:  # reported by the service's own checks
         return
     if tokens and sent not in tokens:
-        said, wanted = (
+        own_flag, peer_flag = (
             next(flags[service, name] for name in names if getattr(options[service], name))
             for service, names in ((caller, own_token), (peer, token))
         )
-        raise ConfigError(f"{said}: the {peer} service accepts only the tokens of {wanted}; give it one of them")
+        raise ConfigError(f"{own_flag}: the {peer} service accepts only the tokens of {peer_flag}; give it one of them")
 
 
 def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:

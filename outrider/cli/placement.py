@@ -38,7 +38,7 @@ _CORES_FOR_TWO = 4
 """From this many cores on, a draft service is faster than drafters in verify's process. Measured with the default model
 and drafters, one request, Xeons with AMX: 0.84 times as fast on 2 cores, 1.07 on 4, 1.12 on 8."""
 
-Say = Callable[[str], object]
+Notify = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class Placed:
     """None if no draft service is needed, since all drafters run in verify."""
 
 
-def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, say: Say) -> Placed:
+def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, notify: Notify) -> Placed:
     """Choose drafters where that was left open, and the service that runs them; `placement` is one of PLACEMENTS.
 
-    `say` gets the reason if n-grams draft alone, and the names of options that change nothing.
+    `notify` gets the reason if n-grams draft alone, and the names of options that change nothing.
 
     Raises ConfigError for combinations that are not supported.
     """
     if is_colocated(verify, draft, placement, gpus):
-        return _colocate(verify, draft, say, is_on_gpu(verify, gpus))
+        return _colocate(verify, draft, notify, is_on_gpu(verify, gpus))
     if NAIVE_EAGLE in draft.speculative_algorithm:
         raise ConfigError(
             "--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU alone; give --draft-placement "
             "colocated there, or use EAGLE3 or EAGLE"
         )
-    return Placed(verify, draft_for(draft, verify, gpus, say))
+    return Placed(verify, draft_for(draft, verify, gpus, notify))
 
 
 def is_on_gpu(verify: VerifyOptions, gpus: int) -> bool:
@@ -99,11 +99,11 @@ def _given_draft_service_flags(draft: DraftOptions) -> list[str]:
     return [flag_names().get(("draft", name), name) for name in _OTHERS if not is_default(draft, name)]
 
 
-def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool) -> Placed:
+def _colocate(verify: VerifyOptions, draft: DraftOptions, notify: Notify, on_gpu: bool) -> Placed:
     """Move the draft model to verify; on a CPU n-grams, too, while on a GPU a draft service keeps them, if named."""
     if verify.lockstep:
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
-    draft = choose_drafters(draft, verify.model, say)
+    draft = choose_drafters(draft, verify.model, notify)
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
     if not on_gpu and (foreign := _given_draft_service_flags(draft)):
         raise ConfigError(
@@ -128,20 +128,20 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         return Placed(verify, None)
     if "NGRAM" not in draft.speculative_algorithm:
         if foreign := _given_draft_service_flags(draft):
-            say(f"a draft model inside rounds runs without a draft service: {', '.join(foreign)} has no effect")
+            notify(f"a draft model inside rounds runs without a draft service: {', '.join(foreign)} has no effect")
         return Placed(verify, None)
     unset: dict[str, Any] = {field.name: field.default for field in fields(DraftOptions) if field.name in DRAFTING}
     return Placed(verify, replace(draft, **unset | {"speculative_algorithm": NGRAM}))
 
 
-def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -> DraftOptions:
+def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, notify: Notify) -> DraftOptions:
     """Return the draft service's options, with drafters chosen if that was left open."""
     is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
     if is_open and is_on_gpu(verify, gpus) and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
-            say("only n-grams draft: a remote head needs a GPU of its own, or --draft-device")
+            notify("only n-grams draft: a remote head needs a GPU of its own, or --draft-device")
         return replace(draft, speculative_algorithm=NGRAM)
-    return choose_drafters(draft, verify.model, say)
+    return choose_drafters(draft, verify.model, notify)
 
 
 def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, gpus: int) -> DraftOptions:

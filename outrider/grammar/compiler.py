@@ -233,32 +233,34 @@ def _as_lark(rules: str) -> str:
 
 def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
     """Return the error that a client gets for a grammar that the library refuses or gives up on."""
-    said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
-    own = _QUOTED.sub("", said)
+    problem, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
+    own = _QUOTED.sub("", problem)
     if "regex parse error" in own:
         # The lines before the last quote the library's own form of the grammar.
-        said = f"holds a regular expression that is not supported: {said.rpartition('error: ')[2].splitlines()[0]}"
+        problem = (
+            f"holds a regular expression that is not supported: {problem.rpartition('error: ')[2].splitlines()[0]}"
+        )
         fix = _FIXES[GrammarKind.REGEX]
     elif "lookarounds not supported" in own:
-        said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
+        problem, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
     elif "coerce_one_of" in own:
-        said = "holds a oneOf whose cases cannot be told apart"
+        problem = "holds a oneOf whose cases cannot be told apart"
         fix = "use anyOf, which allows the same texts and more, or leave strict out, so that oneOf is read as anyOf"
     elif "unknown special token" in own:
-        said, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
+        problem, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
     elif "Token range end too large" in own or "number too large" in own:
-        said, fix = (
+        problem, fix = (
             "holds a number that is too large",
             "name tokens by ids of the vocabulary, and use small repetitions",
         )
     elif "Failed to generate regex for" in own:
-        said, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
+        problem, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
     elif own.startswith("NoExtension"):
-        said, fix = "allows no text at all", "let it match something"
+        problem, fix = "allows no text at all", "let it match something"
     elif any(sign in own for sign in _TOO_MUCH):
-        said, fix = f"is too complex ({said})", "use smaller repetitions and fewer alternatives"
-    said = " ".join(said.split())[:_MAX_REASON] or "cannot be compiled"
-    return InvalidGrammarError(grammar.field, said, fix)
+        problem, fix = f"is too complex ({problem})", "use smaller repetitions and fewer alternatives"
+    problem = " ".join(problem.split())[:_MAX_REASON] or "cannot be compiled"
+    return InvalidGrammarError(grammar.field, problem, fix)
 
 
 def probe(compiled: CompiledGrammar) -> None:

@@ -93,8 +93,8 @@ def packing_digest(kinds: Sequence[object]) -> str:
 
     It may also change with the types' descriptions alone.
     """
-    told = msgspec.inspect.multi_type_info(kinds), msgspec.json.schema_components(kinds)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    description = msgspec.inspect.multi_type_info(kinds), msgspec.json.schema_components(kinds)
+    return hashlib.sha256(repr(description).encode()).hexdigest()[:16]
 
 
 @cache

@@ -171,9 +171,9 @@ def _as_config_errors() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"humming-kernels cannot compile its products with quantized weights ({said}); give it "
+            f"humming-kernels cannot compile its products with quantized weights ({reason}); give it "
             "CUDA's compiler and headers (pip install 'humming-kernels[cu13]'), or uninstall it to use ours"
         ) from error
 

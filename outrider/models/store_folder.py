@@ -203,15 +203,15 @@ def hash_token_ids(folder: Path) -> str:
 def _hash_of(path: Path, _as_it_is: tuple[int, ...]) -> str:
     data = path.read_bytes()
     try:
-        told = json.loads(data)
-        model, added = told["model"], told.get("added_tokens") or []
+        content = json.loads(data)
+        model, added = content["model"], content.get("added_tokens") or []
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
         # Options that are off or empty may be left out.
         set_up = {name: value for name, value in model.items() if value and name not in ("vocab", "merges")}
         tokens = sorted(
             (token["id"], sorted((name, value) for name, value in token.items() if value)) for token in added
         )
-        steps = [told.get("normalizer"), told.get("pre_tokenizer")]
+        steps = [content.get("normalizer"), content.get("pre_tokenizer")]
         data = json.dumps([model["vocab"], merges, set_up, tokens, steps], sort_keys=True).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # An unknown form is compared by its bytes.

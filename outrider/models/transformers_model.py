@@ -191,7 +191,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
     # With accelerate, tensors go to the device one by one; without it, all are on the host first.
     direct = device.type != "cpu" and find_spec("accelerate") is not None
     try:
-        model, told = auto.from_pretrained(
+        model, loading_info = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -209,11 +209,11 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
         raise
     except Exception as error:  # transformers may raise anything
         raise ConfigError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
-    for tensor, stored, wanted in sorted(told["mismatched_keys"]):
+    for tensor, stored, wanted in sorted(loading_info["mismatched_keys"]):
         raise ConfigError(f"{folder}: tensor {tensor} has shape {list(stored)}, config.json calls for {list(wanted)}")
-    for tensor in sorted(told["missing_keys"]):
+    for tensor in sorted(loading_info["missing_keys"]):
         raise ConfigError(f"{folder}: tensor {tensor} missing from the checkpoint")
-    unread = sorted(told["unexpected_keys"])
+    unread = sorted(loading_info["unexpected_keys"])
     if unread and not is_part:
         log.warning(
             "%s: tensor %s and %d more are not used by the model of config.json", folder, unread[0], len(unread) - 1

@@ -202,8 +202,8 @@ class HostConstants(TorchFunctionMode):
             # Not keyed by the text of values, which is cut short and rounded for arrays and lists of tensors.
             given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
         numbers = given.flatten().contiguous().view(torch.uint8).numpy().tobytes()
-        told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
-        key = (func, given.dtype, given.shape, numbers, *((name, _key_part(value)) for name, value in told))
+        arguments = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
+        key = (func, given.dtype, given.shape, numbers, *((name, _key_part(value)) for name, value in arguments))
         if self._kind == "cuda" and torch.cuda.is_current_stream_capturing() and key in self._copies:
             return self._copies[key].clone()
         made = func(*args, **options)

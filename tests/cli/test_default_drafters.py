@@ -24,7 +24,7 @@ def converted(folder: Path, source: str) -> str:
 
 def test_the_default_target_is_drafted_for_by_its_head_and_n_grams(head: Path) -> None:
     said: list[str] = []
-    chosen = choose_drafters(DraftOptions(), say=said.append)
+    chosen = choose_drafters(DraftOptions(), notify=said.append)
     assert chosen.speculative_algorithm == ("EAGLE3", "NGRAM") and not said
     assert chosen.speculative_draft_model_path == str(head) and chosen.target_model_path == DEFAULT_MODEL
 

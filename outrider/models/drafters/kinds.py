@@ -299,11 +299,11 @@ def is_default_target(target: str) -> bool:
 
 
 def choose_drafters(
-    options: DraftOptions, target: str = "", say: Callable[[str], object] = _logger.info
+    options: DraftOptions, target: str = "", notify: Callable[[str], object] = _logger.info
 ) -> DraftOptions:
     """Return the options with drafters for a target instead of AUTO: its head and n-grams, or n-grams alone.
 
-    `target` is verify's option; if empty, it is --target-model-path, or else the default. `say` gets the reason if
+    `target` is verify's option; if empty, it is --target-model-path, or else the default. `notify` gets the reason if
     n-grams are alone.
     """
     if options.speculative_algorithm != AUTO:
@@ -318,7 +318,7 @@ def choose_drafters(
     if head is None:
         where = ", ".join(map(str, head_folders()))
         why = f"its head is not in {where}" if is_default_target(target) else f"no head ships for {target}"
-        say(f"only n-grams draft: {why}")
+        notify(f"only n-grams draft: {why}")
         return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
     return replace(
         options,
