@@ -118,15 +118,15 @@ def calibration_moments(source: Path, text: str, device: torch.device) -> InputM
 
 
 def _read(source: Path, text: str) -> list[int]:
-    said = f"--calibration {text}"
+    label = f"--calibration {text}"
     try:
         content = expand(text).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said}: cannot be read: {reason_of(error)}; give a text file, own or none") from None
+        raise ConfigError(f"{label}: cannot be read: {reason_of(error)}; give a text file, own or none") from None
     if not content.strip():
-        raise ConfigError(f"{said}: holds no text; give a text file, own or none")
+        raise ConfigError(f"{label}: holds no text; give a text file, own or none")
     if not (source / "tokenizer.json").is_file():
-        raise ConfigError(f"{said}: {source} has no tokenizer.json to read it with; use own or none")
+        raise ConfigError(f"{label}: {source} has no tokenizer.json to read it with; use own or none")
     return tokenize(source, content)[: MAX_TEXTS * TEXT_TOKENS]
 
 

@@ -39,19 +39,19 @@ def copy_files(source: Path, folder: Path, patterns: Sequence[str] = COPIED_FILE
                 shutil.copyfile(path, folder / path.name)
 
 
-def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSONL file, each with its location as text that begins with `said`; at least one.
+def json_objects(path: Path, label: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSONL file, each with its location as text that begins with `label`; at least one.
 
     Raises ConfigError if the file cannot be read, holds nothing, or a line is not an object.
     """
     try:
         lines = expand(path).read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said} cannot be read: {reason_of(error)}; give a JSONL file") from None
+        raise ConfigError(f"{label} cannot be read: {reason_of(error)}; give a JSONL file") from None
     if not any(map(str.strip, lines)):
-        raise ConfigError(f"{said} holds no prompt; write a JSON object a line")
+        raise ConfigError(f"{label} holds no prompt; write a JSON object a line")
     for number, line in enumerate(lines, 1):
-        where = f"{said}, line {number}"
+        where = f"{label}, line {number}"
         try:
             fields = json.loads(line) if line.strip() else None
         except ValueError as error:
@@ -98,30 +98,30 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def check_new(out: Path, said: str) -> None:
-    """Raise ConfigError, which begins with `said`, if `out` exists."""
+def check_new(out: Path, label: str) -> None:
+    """Raise ConfigError, which begins with `label`, if `out` exists."""
     if out.exists() or out.is_symlink():
-        raise ConfigError(f"{said}: exists; remove it or choose another name")
+        raise ConfigError(f"{label}: exists; remove it or choose another name")
 
 
 @contextmanager
-def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
+def whole_output(out: Path, label: str, num_bytes: int = 0) -> Iterator[Path]:
     """Yield a path beside `out` with its suffix; what is made there is renamed to `out` at the end, or else removed.
 
-    Raises ConfigError, which begins with `said`, if `out` exists, cannot be written, or the disk lacks `num_bytes`.
+    Raises ConfigError, which begins with `label`, if `out` exists, cannot be written, or the disk lacks `num_bytes`.
     """
-    check_new(out, said)
+    check_new(out, label)
     work = out.parent / f".{out.name}.work{out.suffix}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove(work)
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
-            raise ConfigError(f"{said}: needs {_size(num_bytes)}, and {_size(free)} are free there")
+            raise ConfigError(f"{label}: needs {_size(num_bytes)}, and {_size(free)} are free there")
         yield work
         work.rename(out)
     except OSError as error:
-        raise ConfigError(f"{said}: cannot be written: {reason_of(error)}") from error
+        raise ConfigError(f"{label}: cannot be written: {reason_of(error)}") from error
     finally:
         _remove(work)
 

@@ -61,8 +61,8 @@ class GrpcClient:
                     record.draft_tokens = usage.num_draft_tokens
                     record.accepted_tokens = usage.num_accepted_tokens
         except grpc.aio.AioRpcError as error:
-            told = error_from_rpc(error, "the gateway")
-            record.finish(clock(), told.code, told.message)
+            failure = error_from_rpc(error, "the gateway")
+            record.finish(clock(), failure.code, failure.message)
         else:
             record.finish(clock())
         finally:
@@ -137,7 +137,7 @@ class RestClient:
             "ignore_eos": ask.ignore_eos or None,
             "speculation": None if ask.speculation else "off",
             "stream": True,
-            # Only the running usage tells how many tokens an event brought.
+            # Only the running usage shows how many tokens an event brought.
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         body = {name: value for name, value in body.items() if value is not None}
@@ -212,13 +212,16 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
 
 
 async def run_point(
-    client: Client, prompts: Sequence[Prompt], point: LoadPoint, tell: Callable[[LoadRun], None] = lambda run: None
+    client: Client,
+    prompts: Sequence[Prompt],
+    point: LoadPoint,
+    on_progress: Callable[[LoadRun], None] = lambda run: None,
 ) -> LoadRun:
     """Send `prompts`, again and again, until the point's count or time is reached; then wait for running requests.
 
-    `tell` is called once a second with the run so far.
+    `on_progress` is called once a second with the run so far.
     """
-    return await _LoadDriver(client, prompts, point).run(tell)
+    return await _LoadDriver(client, prompts, point).run(on_progress)
 
 
 class _LoadDriver:
@@ -232,15 +235,15 @@ class _LoadDriver:
         self._is_over = False
         """Whether time is up, so that no more requests begin."""
 
-    async def run(self, tell: Callable[[LoadRun], None]) -> LoadRun:
+    async def run(self, on_progress: Callable[[LoadRun], None]) -> LoadRun:
         self._begin = time.perf_counter()
         before = time.process_time()
-        teller = asyncio.create_task(self._tell(tell))
+        reporter = asyncio.create_task(self._report_progress(on_progress))
         try:
             await (self._closed() if math.isinf(self._point.rate) else self._open())
         finally:
-            teller.cancel()
-            await asyncio.gather(teller, return_exceptions=True)
+            reporter.cancel()
+            await asyncio.gather(reporter, return_exceptions=True)
         run = self._run
         run.cpu_seconds = time.process_time() - before
         ended = max((record.end for record in run.records), default=self._clock())
@@ -252,11 +255,11 @@ class _LoadDriver:
     def _clock(self) -> float:
         return time.perf_counter() - self._begin
 
-    async def _tell(self, tell: Callable[[LoadRun], None]) -> None:
+    async def _report_progress(self, on_progress: Callable[[LoadRun], None]) -> None:
         while True:
             await asyncio.sleep(1.0)
             self._run.window = self._clock()
-            tell(self._run)
+            on_progress(self._run)
 
     def _take(self, now: float) -> Prompt | None:
         """Return the next prompt, or None if no more requests shall begin."""

@@ -83,8 +83,8 @@ def _text_of(fields: dict[str, Any]) -> tuple[Any, Any]:
     """Return the system message and the user's turn."""
     messages = fields.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        said = {str(message.get("role")): message.get("content") for message in reversed(messages)}
-        return said.get("system", ""), said.get("user")
+        by_role = {str(message.get("role")): message.get("content") for message in reversed(messages)}
+        return by_role.get("system", ""), by_role.get("user")
     turns = fields.get("turns")
     return "", turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
 
@@ -253,7 +253,7 @@ class Acceptance:
 def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Acceptance | None:
     """Return a run's acceptance, from its records or else from what the metrics page gained; None if neither has it.
 
-    The page counts the requests of all clients, so it is used only if the door tells no origins.
+    The page counts the requests of all clients, so it is used only if the door reports no origins.
     """
     rounds = sum(record.rounds for record in records)
     length = sum(record.tokens for record in records) / rounds if rounds else 0.0

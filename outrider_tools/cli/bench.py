@@ -257,7 +257,7 @@ async def _measure(
             console.print(f"measuring {case}")
             prompts = _prompts(arguments, point.num_prompts or TIMED_PROMPTS, str(place))
             before = await _page(arguments, key, tls, console)
-            one = await run_point(client, prompts, point, lambda so_far: _tell(console, so_far))
+            one = await run_point(client, prompts, point, lambda so_far: _print_progress(console, so_far))
             after = await _page(arguments, key, tls, console)
             gained = after.since(before) if before is not None and after is not None else None
             rows += rows_of(one, case, gained)
@@ -325,7 +325,7 @@ def case_of(arguments: argparse.Namespace, point: LoadPoint) -> str:
     return " ".join([*words, *(["plain"] if arguments.plain else [])])
 
 
-def _tell(console: Console, so_far: LoadRun) -> None:
+def _print_progress(console: Console, so_far: LoadRun) -> None:
     done = sum(1 for record in so_far.records if record.end)
     failed = sum(errors_of(so_far.records).values())
     if console.is_terminal or round(so_far.window) % 10 == 0:

@@ -89,17 +89,17 @@ def _running_services(
 
     Findings say which services these are, since the user has not named any.
     """
-    said = arguments.verify is not None or arguments.draft is not None
-    said = said or not all(
+    is_given = arguments.verify is not None or arguments.draft is not None
+    is_given = is_given or not all(
         is_default(one, field) for one in options.values() for field in ADDRESS_FIELDS if hasattr(one, field)
     )
-    clusters = {} if said else running_clusters()
+    clusters = {} if is_given else running_clusters()
     if not clusters:
         return {}
     (folder, newest), *others = clusters.items()
     where = ", ".join(f"{name} {addresses['address']}" for name, addresses in newest.items())
     if others:
-        rest = ", ".join(f"{other} (gateway {told['gateway']['address']})" for other, told in others)
+        rest = ", ".join(f"{other} (gateway {services['gateway']['address']})" for other, services in others)
         text = f"{len(clusters)} clusters run here; this looks at the newest, in {folder}: {where}; not at {rest}"
         fix = "name those of another, like --gateway-address, --verify-address and --draft-address"
         findings.append(Finding("running", Level.NOTE, text, fix))
@@ -128,10 +128,10 @@ def running_clusters() -> dict[Path, Addresses]:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        told = json.loads(path.read_text("utf-8"))
+        data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return {field: str(told[field]) for field in ADDRESS_FIELDS if told.get(field)} if "address" in told else {}
+    return {field: str(data[field]) for field in ADDRESS_FIELDS if data.get(field)} if "address" in data else {}
 
 
 def _answers(address: str) -> bool:
@@ -182,7 +182,7 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
     found = _running_services(options, arguments, findings)
     if found and arguments.running:
-        # Running services tell about themselves; what the options given here would start says nothing about them.
+        # Running services report their own settings, which the options given here need not match.
         planned = found
         findings += [] if arguments.skip_models else check_models(VerifyOptions(model=""), DraftOptions())
     else:
@@ -193,8 +193,8 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
         if all(error.message not in finding.text for finding in findings):
             findings.append(problem("options", error.message, "correct the options"))
         endpoints = []
-    told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
-    return [*findings, *check_doors(planned, serving, arguments.running), *check_exposure(planned), *told]
+    service_findings, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
+    return [*findings, *check_doors(planned, serving, arguments.running), *check_exposure(planned), *service_findings]
 
 
 def _plan(
@@ -210,8 +210,8 @@ def _plan(
         if (addresses := getattr(arguments, endpoint)) is not None:
             changes: dict[str, Any] = {field: addresses}
             planned[name] = replace(planned[name], **changes)
-    told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
-    faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
+    reported = [finding.text for finding in findings if finding.level is Level.PROBLEM]
+    faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in reported))
     findings += [problem("options", text, "correct the options") for text in faults]
     # Unless services must run, drop default addresses: such services would use sockets that nobody knows yet.
     for name in ("verify", "draft") if not arguments.running else ():

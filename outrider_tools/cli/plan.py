@@ -380,18 +380,18 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
 def _as_json(
     plan: Capacity, drafter: DraftPlan | None, dtype: str, gpu: Gpu, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    told: dict[str, Any] = asdict(plan) | {"dtype": dtype, "parameters": plan.elements.total}
-    told |= {"kv_per_page": plan.kv_per_token * plan.page_size, "warnings": _warnings(plan, drafter)}
+    fields: dict[str, Any] = asdict(plan) | {"dtype": dtype, "parameters": plan.elements.total}
+    fields |= {"kv_per_page": plan.kv_per_token * plan.page_size, "warnings": _warnings(plan, drafter)}
     if gpu.memory:
         each = min(arguments.request_tokens or plan.context, plan.context)
-        told |= {"request_tokens": each, "requests": _requests(plan, each), "fits": plan.kv_tokens > 0}
+        fields |= {"request_tokens": each, "requests": _requests(plan, each), "fits": plan.kv_tokens > 0}
     if gpu.bandwidth:
-        told["round_floor_seconds"] = plan.round_seconds(gpu.bandwidth)
+        fields["round_floor_seconds"] = plan.round_seconds(gpu.bandwidth)
     if drafter is not None:
-        told["draft"] = asdict(drafter) | {
+        fields["draft"] = asdict(drafter) | {
             "step_floor_seconds": drafter.read / gpu.bandwidth if gpu.bandwidth else None
         }
-    return told
+    return fields
 
 
 def _requests(plan: Capacity, tokens: int) -> int:

@@ -32,7 +32,16 @@ _LEAST_CACHE = _GIB
 """The default model needs 0.8 GB for a moment; others need their own size."""
 _LEAST_SHM = 64 << 20
 _OPTIONAL = ("triton", "flashinfer-python", "humming-kernels")
-_TOLD = ("torch", "triton", "flashinfer-python", "humming-kernels", "grpcio", "protobuf", "tokenizers", "llguidance")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "humming-kernels",
+    "grpcio",
+    "protobuf",
+    "tokenizers",
+    "llguidance",
+)
 PROBE_SECONDS = 180.0
 _FAST_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
 _FIXES = {
@@ -44,7 +53,7 @@ _FIXES = {
 
 def check_packages() -> Iterator[Finding]:
     """List package versions, and find those out of the range that Outrider requires."""
-    found = {name: _version(name) for name in _TOLD}
+    found = {name: _version(name) for name in _PACKAGES}
     text = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     missing = [name for name in _OPTIONAL if not found[name]]
     yield ok("packages", text + (f"; not installed: {', '.join(missing)} (only GPUs use them)" if missing else ""))
@@ -139,7 +148,7 @@ def check_disk() -> Iterator[Finding]:
 def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
     """Find what a start with these options would find before it reads weights.
 
-    If `draft` still says AUTO, its drafters could not be placed, and none is checked. With an empty model name of
+    If `draft` still is AUTO, its drafters could not be placed, and none is checked. With an empty model name of
     `verify`, only GPUs and CPU are checked.
     """
     findings: list[Finding] = []
@@ -152,16 +161,16 @@ def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
     if not is_here:
         findings.append(warning("target", f"{verify.model} is not here yet", f"outrider models pull {verify.model}"))
     try:
-        told = run_probe(verify.model, asked, verify.model_impl) if is_here else run_probe("", None)
+        answer = run_probe(verify.model, asked, verify.model_impl) if is_here else run_probe("", None)
     except OutriderError as error:
         fix = "python -c 'import torch; print(torch.cuda.is_available())' may say more"
         return [*findings, problem("torch", error.message, fix)]
-    for found in told["models"]:
+    for found in answer["models"]:
         level = Level(found["level"])
         findings.append(
             Finding(found["check"], level, found["text"], "" if level is Level.OK else _FIXES[found["check"]])
         )
-    return [*findings, *check_devices(told, verify, draft)]
+    return [*findings, *check_devices(answer, verify, draft)]
 
 
 def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> dict[str, Any]:
@@ -180,8 +189,8 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
     if done.returncode != 0 or not done.stdout.strip():
         last = next(iter(done.stderr.strip().splitlines()[-1:]), "nothing said")
         raise OutriderError(f"{what} ended with {done.returncode}: {last}")
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def _is_here(name: str) -> bool:
@@ -191,14 +200,14 @@ def _is_here(name: str) -> bool:
     return not is_hub_id(name) or expand(name).is_dir() or os.path.isfile(local_folder(name) / CONFIG_FILE)
 
 
-def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+def check_devices(answer: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
     """Yield findings on the probe's answer: GPUs and how they reach each other, or what a CPU offers."""
-    gpus = told["gpus"]
+    gpus = answer["gpus"]
     if not gpus:
-        yield from _check_cpu(told, verify, draft)
+        yield from _check_cpu(answer, verify, draft)
         return
     driver = driver_version()
-    yield ok("gpu", f"{len(gpus)}, driver {driver or 'unknown'}, torch for CUDA {told['torch']['cuda'] or 'none'}")
+    yield ok("gpu", f"{len(gpus)}, driver {driver or 'unknown'}, torch for CUDA {answer['torch']['cuda'] or 'none'}")
     for index, gpu in enumerate(gpus):
         major, minor = gpu["capability"]
         text = (
@@ -214,7 +223,7 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
     if last > len(gpus) and verify.device != "cpu":
         text = f"--device {verify.device} with --tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
         yield problem("gpu", text, "lower it, or --device")
-    apart = [(a, b) for a, row in enumerate(told["peers"]) for b, reached in enumerate(row) if a < b and not reached]
+    apart = [(a, b) for a, row in enumerate(answer["peers"]) for b, reached in enumerate(row) if a < b and not reached]
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart)
         yield warning(
@@ -226,7 +235,8 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
         yield ok("peer access", "every GPU reaches every other one's memory")
 
 
-def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+def _check_cpu(answer: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+    torch_info = answer["torch"]
     wanted = [
         f"--{word}device {options.device}"
         for word, options in (("", verify), ("draft-", draft))
@@ -237,12 +247,12 @@ def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptio
         yield problem("gpu", f"torch sees none, and {' and '.join(wanted)} asks for one", fix)
     if Path("/dev/nvidiactl").exists() or driver_version():
         fix = "install a CUDA build: TORCH_INDEX=https://download.pytorch.org/whl/cu130"
-        yield warning("gpu", f"there is a driver, but torch {told['torch']['version']} sees no GPU", fix)
+        yield warning("gpu", f"there is a driver, but torch {torch_info['version']} sees no GPU", fix)
     elif not wanted:
         yield ok("gpu", "none: models run on the CPU")
-    found = [flag for flag in _FAST_FLAGS if flag in told["torch"]["cpu_flags"]]
-    text = f"{told['torch']['machine']}, torch uses {told['torch']['cpu']}; has {', '.join(found) or 'no wide vectors'}"
-    dtype, why = told["torch"]["cpu_dtype"]
+    found = [flag for flag in _FAST_FLAGS if flag in torch_info["cpu_flags"]]
+    text = f"{torch_info['machine']}, torch uses {torch_info['cpu']}; has {', '.join(found) or 'no wide vectors'}"
+    dtype, why = torch_info["cpu_dtype"]
     if dtype == "bfloat16":
         yield ok("cpu", f"{text}: models run in bfloat16 ({why})")
     else:

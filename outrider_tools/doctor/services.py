@@ -108,7 +108,7 @@ async def _replicas(
 
 
 async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:
-    said = endpoint.address
+    address = endpoint.address
     try:
         source = TlsSource(endpoint.tls) if endpoint.tls is not None else None
         channel = open_channel(reachable(endpoint.address), auth_token=endpoint.token, tls=source)
@@ -119,17 +119,17 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
             request = health_pb2.HealthCheckRequest()
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            told = error_from_rpc(error, endpoint.service)
+            failure = error_from_rpc(error, endpoint.service)
             if must_run:
                 fix = "start it (outrider up), or correct its address and TLS"
-                reason = re.sub(r"failed to connect to all addresses; last error: \w+: ", "", told.message)
-                return [problem(endpoint.service, f"{said}: {reason}", fix)], False
-            return [note(endpoint.service, f"{said}: does not run, or cannot be reached")], False
+                reason = re.sub(r"failed to connect to all addresses; last error: \w+: ", "", failure.message)
+                return [problem(endpoint.service, f"{address}: {reason}", fix)], False
+            return [note(endpoint.service, f"{address}: does not run, or cannot be reached")], False
         findings = [await _echo(channel, endpoint, timeout)]
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         if status != "SERVING":
             fix = "wait if it is loading its model; else see its log"
-            return [problem(endpoint.service, f"{said}: {status}", fix), *findings], True
+            return [problem(endpoint.service, f"{address}: {status}", fix), *findings], True
         findings.insert(0, await _info(channel, endpoint, timeout))
         return findings, True
 
@@ -138,37 +138,37 @@ async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: f
     try:
         return await _INFO[endpoint.service](channel, endpoint.address, timeout)
     except grpc.aio.AioRpcError as error:
-        told: OutriderError = error_from_rpc(error, endpoint.service)
+        failure: OutriderError = error_from_rpc(error, endpoint.service)
         fix = "see its log"
-        if "credentials" in told.code:
+        if "credentials" in failure.code:
             fix = KEY_FIX if endpoint.service == "gateway" else "set the token that its door asks for"
-        return problem(endpoint.service, f"{endpoint.address}: {told.message}", fix)
+        return problem(endpoint.service, f"{endpoint.address}: {failure.message}", fix)
 
 
-async def _gateway_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+async def _gateway_info(channel: grpc.aio.Channel, address: str, timeout: float) -> Finding:
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     answer = await stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest(), timeout=timeout)
     models = ", ".join(f"{model.id} (context {model.context_length})" for model in answer.models)
-    return ok("gateway", f"{said}: serves {models}")
+    return ok("gateway", f"{address}: serves {models}")
 
 
-async def _verify_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+async def _verify_info(channel: grpc.aio.Channel, address: str, timeout: float) -> Finding:
     stub = verify_pb2_grpc.VerifyServiceStub(channel)
     info = await stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=timeout)
     load = await stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=timeout)
     text = (
-        f"{said}: {info.model}, {info.dtype}, context {info.context_length}, tokenizer {info.tokenizer_hash[:12]}, "
+        f"{address}: {info.model}, {info.dtype}, context {info.context_length}, tokenizer {info.tokenizer_hash[:12]}, "
         f"{load.num_pages_used} of {load.num_pages} pages used, {count_of(load.num_healthy_drafts, 'healthy draft')}"
     )
     alone = "" if load.num_healthy_drafts else "tokens come at plain speed; its log says why no draft is used"
     return _judge("verify", text, info.version, alone)
 
 
-async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+async def _draft_info(channel: grpc.aio.Channel, address: str, timeout: float) -> Finding:
     stub = draft_pb2_grpc.DraftServiceStub(channel)
     info = await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=timeout)
     text = (
-        f"{said}: {', '.join(info.sources)}, {count_of(info.num_sessions, 'session')}, "
+        f"{address}: {', '.join(info.sources)}, {count_of(info.num_sessions, 'session')}, "
         f"{count_of(info.num_requests, 'request')}, {count_of(info.num_nodes, 'node')}"
     )
     alone = "" if info.num_sessions else "no verify service is connected: compare its --draft with this address"
@@ -247,37 +247,37 @@ def check_doors(
 
 
 def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], must_run: bool, expected: bool) -> Finding:
-    said = f"{door.flag} {address}"
+    label = f"{door.flag} {address}"
     path = unix_path(address)
     reason, holder, pid = "", serving.get(address, ""), None
     if path is None:
         try:
             reason = bind_error(*split_host_port(address, door.flag))
         except OSError as error:
-            return problem("port", f"{said}: {reason_of(error)}", "correct the host")
+            return problem("port", f"{label}: {reason_of(error)}", "correct the host")
         if reason:
             pid = listener_of(address)
             holder = holder or _service_of(pid)
     elif not holder:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
+            return problem("port", f"{label}: {path.parent} cannot be written", "choose another folder")
         if path.exists():
-            return note("port", f"{said}: the file is there, of a service that does not answer or was killed")
+            return note("port", f"{label}: the file is there, of a service that does not answer or was killed")
     if holder == door.service:
-        text = f"{said}: taken by a running {holder}" + (f", process {pid}" if pid else "")
+        text = f"{label}: taken by a running {holder}" + (f", process {pid}" if pid else "")
         if must_run:
             return ok("port", text)
         fix = "to start a second one: outrider up --ephemeral; to check the running one: outrider doctor --running"
         return warning("port", text, fix)
     if not reason and not holder:
         if must_run and expected:
-            return problem("port", f"{said}: nobody listens there", f"name the address that {door.service} has")
-        return ok("port", f"{said}: {'takes a free port' if address.endswith(':0') else 'free'}")
+            return problem("port", f"{label}: nobody listens there", f"name the address that {door.service} has")
+        return ok("port", f"{label}: {'takes a free port' if address.endswith(':0') else 'free'}")
     if not holder and must_run and reason == os.strerror(errno.EADDRNOTAVAIL):
-        return note("port", f"{said}: not an address of this machine, and not looked at")
+        return note("port", f"{label}: not an address of this machine, and not looked at")
     if not holder and reason != os.strerror(errno.EADDRINUSE):
-        return problem("port", f"{said}: {reason}", bind_fix(reason))
-    text = f"{said}: {reason or 'taken'}; {_name_of(pid, holder)}"
+        return problem("port", f"{label}: {reason}", bind_fix(reason))
+    text = f"{label}: {reason or 'taken'}; {_name_of(pid, holder)}"
     return problem("port", text, "end it, or choose another port (0 takes a free one)")
 
 
@@ -352,9 +352,9 @@ def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
 
 
 def _check_open(door: ServiceFlag, address: str, options: ServiceOptions) -> Iterator[Finding]:
-    said = f"{door.flag} {address} can be reached from other machines"
+    text = f"{door.flag} {address} can be reached from other machines"
     if door.option.name == "metrics_address":
-        yield warning("exposure", f"{said}, without key or TLS", "bind it to loopback or to a network of scrapers")
+        yield warning("exposure", f"{text}, without key or TLS", "bind it to loopback or to a network of scrapers")
         return
     lacking, names = [], flag_names()
     secret = "api_key" if isinstance(options, GatewayOptions) else "auth_token"
@@ -364,6 +364,6 @@ def _check_open(door: ServiceFlag, address: str, options: ServiceOptions) -> Ite
         lacking.append(("without TLS", f"{names[door.service, 'tls_cert']} and {names[door.service, 'tls_key']}"))
     if lacking:
         words, flags = (" and ".join(part) for part in zip(*lacking, strict=True))
-        yield warning("exposure", f"{said} {words}", f"set {flags} (docs/operations.md), or bind to 127.0.0.1")
+        yield warning("exposure", f"{text} {words}", f"set {flags} (docs/operations.md), or bind to 127.0.0.1")
     else:
-        yield ok("exposure", f"{said}, with key and TLS")
+        yield ok("exposure", f"{text}, with key and TLS")

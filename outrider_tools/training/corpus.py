@@ -191,15 +191,15 @@ class Corpus:
         openings = [self.form.words(text) for text in SYSTEM_OPENINGS]
         firsts = [openings[number % len(openings)] for number in range(count)]
         return [
-            self.form.decode(said)
-            for said in self._invented_texts(before, firsts, options.system_tokens, "system messages")
+            self.form.decode(token_ids)
+            for token_ids in self._invented_texts(before, firsts, options.system_tokens, "system messages")
         ]
 
     def _invented_texts(
         self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str
     ) -> list[list[int]]:
-        """Return what the target says after `before` and each of `firsts` (first words): only complete texts, without
-        repeats and stop tokens."""
+        """Return the texts that the target generates after `before` and each of `firsts` (first words): only complete
+        ones, without repeats and stop tokens."""
         if not firsts:
             return []
         options, stops = self.options, self.model.config.eos_token_ids
@@ -217,7 +217,7 @@ class Corpus:
             for first, answer in zip(firsts, answers, strict=False)
             if answer[-1] in stops and len(first) + len(answer) > MIN_QUESTION
         ]
-        return [list(said) for said in dict.fromkeys(map(tuple, whole))]
+        return [list(token_ids) for token_ids in dict.fromkeys(map(tuple, whole))]
 
     def _answer(self, prompts: list[list[int]], longest: int) -> Texts:
         options, positions = self.options, self.model.config.max_positions
@@ -242,12 +242,12 @@ class Corpus:
         return Texts.join(prompts[: len(answers)], answers)
 
     def _generated(
-        self, what: str, told: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
+        self, what: str, action: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
     ) -> list[NDArray[np.int32]]:
         """Return answers, each of at most `longest` tokens with its prompt, and drawn with its own seed, made from
         `seed`. No more begin once all ranks together have `budget` tokens (0: no limit), or time is over."""
         rows = min(self.options.num_rows, len(jobs))
-        self.report.line(f"{what}: {told}, {rows} at once")
+        self.report.line(f"{what}: {action}, {rows} at once")
         return Generator(self.model, rows, longest, self.model.config.eos_token_ids).run(
             [replace(job, seed=(seed << 32) + number) for number, job in enumerate(jobs)],
             token_budget=self.ranks.ceil_share(budget) or None,

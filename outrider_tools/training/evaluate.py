@@ -199,9 +199,9 @@ def measure(
     if not kept:
         raise ConfigError("no question leaves room for an answer; lower the number of new tokens")
     found = []
-    told = f", {beginning}" if beginning else ""
+    suffix = f", {beginning}" if beginning else ""
     for temperature in temperatures:
-        name = f"answers{told}, temperature {temperature:g}"
+        name = f"answers{suffix}, temperature {temperature:g}"
         answers = answer_questions(
             target,
             form,
@@ -212,7 +212,7 @@ def measure(
             seed=seed,
             on_progress=partial(report.generated, name, total=0),
         )
-        name = f"evaluation{told}, temperature {temperature:g}"
+        name = f"evaluation{suffix}, temperature {temperature:g}"
         figures = evaluate(target, drafter, answers, tree=tree, on_progress=partial(report.counted, name))
         found.append(replace(figures, beginning=beginning))
     return found

@@ -395,8 +395,8 @@ class TrainableBlockHead(DraftVocabularyHead):
             memory = rows.new_zeros(num_tokens, self.markov_rank)
             for place in range(min(size, num_steps)):
                 before = tokens[1 + place : 1 + place + num_tokens]
-                said, memory = self.markov_head(before, found[place], memory)
-                yield torch.cat((found[place], said), 1)
+                values, memory = self.markov_head(before, found[place], memory)
+                yield torch.cat((found[place], values), 1)
 
         return run
 
@@ -438,6 +438,6 @@ class MarkovPart(nn.Module):
     def forward(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Take tokens [M], rows [M, hidden] and memory [M, rank]. Return values [M, rank], and the new memory."""
         embedded = self.markov_w1(tokens).to(rows.dtype)
-        keep, fresh, said = self.joint_proj(torch.cat((memory, embedded, rows), 1)).chunk(3, 1)
+        keep, fresh, output = self.joint_proj(torch.cat((memory, embedded, rows), 1)).chunk(3, 1)
         keep = keep.sigmoid()
-        return said.tanh(), keep * memory + (1 - keep) * fresh.tanh()
+        return output.tanh(), keep * memory + (1 - keep) * fresh.tanh()

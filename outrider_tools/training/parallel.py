@@ -117,9 +117,9 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
             for rank, process in enumerate(context.processes):
                 if (process.exitcode or 0) < 0 and process.exitcode not in consequences:
                     raise ConfigError(f"process {rank} of {count} was ended by {exit_text(process.exitcode)}") from None
-            said = sorted(Path(folder).glob("failed-*"), key=lambda file: file.stat().st_mtime_ns)
+            failures = sorted(Path(folder).glob("failed-*"), key=lambda file: file.stat().st_mtime_ns)
             message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
-            raise ConfigError(said[0].read_text("utf-8") if said else message) from None
+            raise ConfigError(failures[0].read_text("utf-8") if failures else message) from None
         finally:
             for process in context.processes:
                 process.kill()
