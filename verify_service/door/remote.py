@@ -195,12 +195,12 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self.send(Cancel(number))
 
     def end_answers(self, reason: OutriderError) -> int:
-        """End every request and tell its caller why; returns how many were told."""
-        heard = {number: deliver for number, deliver in self._answers.items() if deliver is not None}
-        for number, deliver in heard.items():
+        """End every request with this error, and return how many callers were waiting for one."""
+        callbacks = {number: deliver for number, deliver in self._answers.items() if deliver is not None}
+        for number, deliver in callbacks.items():
             self.cancel(number)
             deliver(GenerationUpdate(error=reason))
-        return len(heard)
+        return len(callbacks)
 
     def expects_sign(self) -> bool:
         """See EngineConnection: with requests, the engine reports every round, and the end of every request."""

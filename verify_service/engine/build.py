@@ -122,25 +122,25 @@ def _colocated_draft(
     """
     if not options.speculative_algorithm or options.no_speculation:
         return None
-    told = drafters_of_service(options.draft_model(str(path)), options.model)
-    if warning := told.unused():
+    draft_options = drafters_of_service(options.draft_model(str(path)), options.model)
+    if warning := draft_options.unused():
         log.warning("%s", warning)
-    told = replace(
-        told,
+    draft_options = replace(
+        draft_options,
         lockstep=options.lockstep,
         device="cpu",
         dtype=str(model.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
     )
     try:
-        drafter = build_drafter(told)
-        terms = agree(served.hello(), introduce(drafter, told))
+        drafter = build_drafter(draft_options)
+        terms = agree(served.hello(), introduce(drafter, draft_options))
     except (ConfigError, HandshakeError) as error:
-        told = without_model(told, error)
-        drafter = build_drafter(told)
-        terms = agree(served.hello(), introduce(drafter, told))
-    log.info("%s draft in this process", ", ".join(told.speculative_algorithm))
-    return ColocatedDraft(drafter, told, terms, served.token_ids_hash, vocabulary)
+        draft_options = without_model(draft_options, error)
+        drafter = build_drafter(draft_options)
+        terms = agree(served.hello(), introduce(drafter, draft_options))
+    log.info("%s draft in this process", ", ".join(draft_options.speculative_algorithm))
+    return ColocatedDraft(drafter, draft_options, terms, served.token_ids_hash, vocabulary)
 
 
 def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:

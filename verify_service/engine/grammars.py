@@ -123,8 +123,8 @@ class Grammars:
             waiting.append((request, begin, fail))
             if len(waiting) == 1:
                 if self._thread is None:
-                    told = (self._vocabulary,)
-                    self._thread = threading.Thread(target=self._compile, args=told, name="grammars", daemon=True)
+                    arguments = (self._vocabulary,)
+                    self._thread = threading.Thread(target=self._compile, args=arguments, name="grammars", daemon=True)
                     self._thread.start()
                 self._jobs.put(_CompileJob(grammar), request.key)
 

@@ -77,8 +77,8 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     options.check_lengths(config.max_positions)
     with under("--model"):
         count_tokens(path)
-    if _needs_draft(options) and (told := named_draft(options, path)) is not None:
-        check_drafter(told, path)
+    if _needs_draft(options) and (draft_options := named_draft(options, path)) is not None:
+        check_drafter(draft_options, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -136,11 +136,11 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
     Also None for a model that cannot draft, if n-grams may draft without it. If the model is not cut, rank 0 loads all
     of it and the other ranks nothing. Raises ConfigError.
     """
-    told = named_draft(options, path)
-    if told is None or target.device.type != "cuda":
+    draft_options = named_draft(options, path)
+    if draft_options is None or target.device.type != "cuda":
         return None
     try:
-        return _load_named(options, told, path, target)
+        return _load_named(options, draft_options, path, target)
     except ConfigError as error:
         if _needs_draft(options):
             raise
@@ -153,27 +153,29 @@ def _needs_draft(options: VerifyOptions) -> bool:
     return options.tensor_parallel_size > 1 or not can_do_without_model(options)
 
 
-def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
+def _load_named(
+    options: VerifyOptions, draft_options: DraftOptions, path: Path, target: LanguageModel
+) -> RoundDraft | None:
     # AUTO may have chosen the algorithm.
-    options.check_inside(told.speculative_algorithm[0])
-    is_chain = told.speculative_algorithm == (NAIVE_EAGLE,)
-    told = named_head(told)
+    options.check_inside(draft_options.speculative_algorithm[0])
+    is_chain = draft_options.speculative_algorithm == (NAIVE_EAGLE,)
+    draft_options = named_head(draft_options)
     exchange = target.exchange if isinstance(target, CausalLM) else None
     rank = 0 if exchange is None else exchange.rank
     # Not cut over NCCL, which is for GPUs without peer access: the time of a sum there has not been measured.
-    if not isinstance(exchange, PeerExchange) or not is_cut(told, exchange.world, target.dtype):
+    if not isinstance(exchange, PeerExchange) or not is_cut(draft_options, exchange.world, target.dtype):
         exchange = None
         if rank:
             return None
     elif not rank:
         log.info("each of %d ranks has its part of the draft model", exchange.world)
-    check_drafter(told, path)
+    check_drafter(draft_options, path)
     with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
         report = None if rank else partial(progress, "loading draft weights")
-        model = load_draft_model(told, target.device, target.dtype, report, exchange)
+        model = load_draft_model(draft_options, target.device, target.dtype, report, exchange)
     _check_vocabulary(model, target, path)
     steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
-    drafting = DraftingOptions(name=told.speculative_algorithm[0].lower())
+    drafting = DraftingOptions(name=draft_options.speculative_algorithm[0].lower())
     if steps:
         drafting = replace(drafting, max_steps=steps)
     if topk:
@@ -187,9 +189,9 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
     """Return the options of the draft model inside rounds; None without one. N-grams are left to draft services."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
-    told = drafters_of_service(options.draft_model(str(path)), options.model)
-    names = tuple(name for name in told.speculative_algorithm if name != "NGRAM")
-    return replace(told, speculative_algorithm=names) if names else None
+    draft_options = drafters_of_service(options.draft_model(str(path)), options.model)
+    names = tuple(name for name in draft_options.speculative_algorithm if name != "NGRAM")
+    return replace(draft_options, speculative_algorithm=names) if names else None
 
 
 def _check_vocabulary(model: DraftModel, target: LanguageModel, path: Path) -> None:

@@ -156,8 +156,8 @@ class RoundCommit(NamedTuple):
         """Return the request's update; after a chunk of prefill it has at most log-probabilities of the prompt."""
         # Without a draft, an answer that is complete before the failure would not have met it.
         error = self.result.error if self.finish_reason is None else None
-        told = self.result.prompt_logprobs
-        prompt_logprobs = () if told is None else (told,)
+        chunk_logprobs = self.result.prompt_logprobs
+        prompt_logprobs = () if chunk_logprobs is None else (chunk_logprobs,)
         if not self.tokens:
             return GenerationUpdate(prompt_logprobs=prompt_logprobs, error=error)
         num_nodes, num_accepted = len(self.entry.nodes), self.result.num_accepted

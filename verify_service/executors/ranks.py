@@ -1,9 +1,9 @@
 """Communication of ranks: rank 0 starts and watches the others, and broadcasts what it does, which they do, too.
 
-On a CPU ranks meet at the model: rank 0 says what it computes and which KV it moves (`LeadingModel`), and the others do
-the same in `follow`.
+On a CPU ranks meet at the model: rank 0 sends what it computes and which KV it moves (`LeadingModel`), and the others
+do the same in `follow`.
 
-On GPUs rank 0 tells the others what it launches, and the rest is in the graphs (`RankLink`). A round's tokens are
+On GPUs rank 0 sends the others what it launches, and the rest is in the graphs (`RankLink`). A round's tokens are
 shared on the devices at the head of its graph, and its committed tokens after sampling. So the other ranks need neither
 sampling tables nor masks, and run the same round whatever rank 0 does to it. A drafter whose model is cut, too, grows
 the same trees on all ranks: tokens come from the same logits, which all ranks have whole, and features from the same
@@ -92,10 +92,10 @@ class Followers:
         """Raise RankError if a rank has ended, or ConfigError if it has refused its options at the start."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                said = self.memory.failure_of(rank)
+                failure = self.memory.failure_of(rank)
                 if code == EXIT_CONFIG and not self._is_started:
-                    raise ConfigError(f"rank {rank}: {said}")
-                raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or exit_text(code)})")
+                    raise ConfigError(f"rank {rank}: {failure}")
+                raise RankError(f"rank {rank} of {self.memory.world} has ended ({failure or exit_text(code)})")
 
     def started(self) -> None:
         """Note that all ranks serve: from now on one that hangs ends the engine, too, even while that is idle."""
