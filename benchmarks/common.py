@@ -78,14 +78,14 @@ def add_service_arguments(parser: argparse.ArgumentParser, label: str) -> None:
 
 def verify_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> VerifyOptions:
     """Return verify's options, with `argv`; options of the command line override them. Raises ConfigError."""
-    told = [f"--model={arguments.model}", f"--device={arguments.verify_device}", *argv, *arguments.verify_option]
-    return parse_options(VerifyOptions, told)
+    options = [f"--model={arguments.model}", f"--device={arguments.verify_device}", *argv, *arguments.verify_option]
+    return parse_options(VerifyOptions, options)
 
 
 def draft_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> DraftOptions:
     """Return the draft service's options in the same way, with drafters as it would choose. Raises ConfigError."""
-    told = parse_options(DraftOptions, [f"--device={arguments.draft_device}", *argv, *arguments.draft_option])
-    return choose_drafters(told, arguments.model)
+    options = parse_options(DraftOptions, [f"--device={arguments.draft_device}", *argv, *arguments.draft_option])
+    return choose_drafters(options, arguments.model)
 
 
 def printer(verbose: bool) -> Callable[[str, str], None]:

@@ -35,8 +35,10 @@ def likeliest_of_llama_cpp(file: Path, texts: list[list[int]]) -> Tensor:
     server, found = xllamacpp.Server(params), []
     for ids in texts:
         for end in range(1, len(ids) + 1):
-            told = server.handle_completions({"prompt": ids[:end], "n_predict": 1, "n_probs": 1, "temperature": 1.0})
-            found.append(told["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["id"])
+            response = server.handle_completions(
+                {"prompt": ids[:end], "n_predict": 1, "n_probs": 1, "temperature": 1.0}
+            )
+            found.append(response["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["id"])
     return torch.tensor(found)
 
 

@@ -204,11 +204,11 @@ async def run_all(arguments: argparse.Namespace, cases: dict[str, ChaosCase]) ->
                     broken.append(f"{name}: {type(error).__name__}: {error}")
                     print(f"FAILED {broken[-1]}", flush=True)
                     break
-                tell(outcomes[-1])
+                print_outcome(outcomes[-1])
     return outcomes, broken
 
 
-def tell(outcome: CaseOutcome) -> None:
+def print_outcome(outcome: CaseOutcome) -> None:
     """Print a case's figures and complaints."""
     figures = {row.metric: row.value for row in outcome.rows("")}
     words = ("complete", "failed", "refused", "wrong_tokens", "stall_before_ms", "stall_ms", "tokens_per_second")

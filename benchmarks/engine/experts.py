@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine.experts --prompts mt_bench.jsonl --draft STANDALONE=/models/noisy-0.10 --out FILE.json
 
-The model is the inflated `--model` (see `outrider inflate`), made on the device and never written; it says the same as
-its source. Drives the engine without doors and processes; rates are those of decoding, after the prompts. The floor is
-the device's copy rate applied to the weights that a round of so many tokens is expected to read. Options that are not
-listed are verify's.
+The model is the inflated `--model` (see `outrider inflate`), made on the device and never written; it generates the
+same as its source. Drives the engine without doors and processes; rates are those of decoding, after the prompts. The
+floor is the device's copy rate applied to the weights that a round of so many tokens is expected to read. Options that
+are not listed are verify's.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class ExpertsBench:
         self.add(case, "accept_length", found.accept_length, "tokens")
         self.add(case, "round_tokens", found.round_tokens, "tokens")
         self.add(case, "floor_ms", floor * 1e3, "ms")
-        told = ""
+        comparison = ""
         if draft == "plain":
             self._plain[batch] = found
         else:
@@ -242,11 +242,13 @@ class ExpertsBench:
             self.add(case, "speedup_over_plain", found.tokens_per_second / plain.tokens_per_second)
             same = sum(one == other for one, other in zip(found.texts, plain.texts, strict=True)) / batch
             self.add(case, "equal_texts", same)
-            told = f", {found.tokens_per_second / plain.tokens_per_second:.2f} times plain, equal texts {same:.2f}"
+            comparison = (
+                f", {found.tokens_per_second / plain.tokens_per_second:.2f} times plain, equal texts {same:.2f}"
+            )
         print(
             f"{case}: {found.tokens_per_second:.0f} tokens/s, round {found.round_seconds * 1e3:.2f} ms of "
             f"{found.round_tokens:.1f} tokens, accept length {found.accept_length:.2f}; a plain round's weights "
-            f"{floor * 1e3:.2f} ms{told}",
+            f"{floor * 1e3:.2f} ms{comparison}",
             flush=True,
         )
 
@@ -288,8 +290,8 @@ def main() -> int:
                 gc.collect()
                 torch.cuda.empty_cache()
                 algorithm, _, path = text.partition("=")
-                told = replace(options, speculative_algorithm=(algorithm,), speculative_draft_model_path=path)
-                bench.run(algorithm.lower(), told)
+                speculative = replace(options, speculative_algorithm=(algorithm,), speculative_draft_model_path=path)
+                bench.run(algorithm.lower(), speculative)
         finally:
             if arguments.out:
                 write_report(arguments.out, "experts", device_name(), bench.rows, ("torch", "triton"))

@@ -168,14 +168,14 @@ class PacedDraft:
             elif isinstance(message, Commit):
                 self._authors[message.request].apply(message)
         sizes = [math.ceil(self._grow(author) / self._pace.num_messages) for author in self._authors.values()]
-        said = [self._cut(author, max(size, 1)) for author, size in zip(self._authors.values(), sizes, strict=True)]
+        answers = [self._cut(author, max(size, 1)) for author, size in zip(self._authors.values(), sizes, strict=True)]
         spent = time.perf_counter() - start
         self.seconds += spent
         self._device.postpone(spent)
         now = time.monotonic()
-        for parts in said:
+        for parts in answers:
             for number, part in enumerate(parts):
-                self._say(now + self._pace.answer_seconds + number * self._pace.every, part)
+                self._post_later(now + self._pace.answer_seconds + number * self._pace.every, part)
 
     def reset(self) -> None:
         """See DraftConnection."""
@@ -198,7 +198,7 @@ class PacedDraft:
             grows.append(grow)
         return grows
 
-    def _say(self, at: float, grow: Grow) -> None:
+    def _post_later(self, at: float, grow: Grow) -> None:
         self._wire.post_later(at, lambda: self._wire.post(partial(self._receive, grow, at)))
 
     def _receive(self, grow: Grow, arrived_at: float) -> None:

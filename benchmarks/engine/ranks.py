@@ -54,9 +54,11 @@ def main() -> None:
         texts = json.loads(arguments.texts.read_text())
     for case in arguments.cases:
         world, _, exchange = case.partition(",")
-        told = replace(options, tensor_parallel_size=int(world), rank_exchange=exchange or options.rank_exchange)
+        case_options = replace(
+            options, tensor_parallel_size=int(world), rank_exchange=exchange or options.rank_exchange
+        )
         try:
-            rows += asyncio.run(_run(arguments, told, case, texts))
+            rows += asyncio.run(_run(arguments, case_options, case, texts))
         except (OutriderError, TimeoutError) as error:
             print(f"{case}: {type(error).__name__} {error}", flush=True)
     if arguments.texts is not None:

@@ -65,11 +65,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default="llama-8b eagle3 colocated r64 bf16", help="the case's name in results")
     parser.add_argument("--out", type=Path)
-    arguments, told = parser.parse_known_args()
+    arguments, argv = parser.parse_known_args()
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for name in STARTS:
-            found = start_apart(told, cache)
+            found = start_apart(argv, cache)
             case = f"{arguments.label} {name}"
             print(case, {part: round(seconds, 1) for part, seconds in found.items()}, flush=True)
             rows += [Row(case, part, seconds, "s") for part, seconds in found.items()]

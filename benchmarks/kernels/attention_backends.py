@@ -94,7 +94,9 @@ class AttentionBench:
         buffers = TreeBuffers(num_tokens, 64, DEVICE)
         return buffers.batch(tokens, self.tables, self.shape.page_size, num_tokens, splits, by_path=False)
 
-    def measure(self, name: str, batch: PagedBatch, heads: Tensor, told: HostLengths) -> tuple[Tensor, float, float]:
+    def measure(
+        self, name: str, batch: PagedBatch, heads: Tensor, host_lengths: HostLengths
+    ) -> tuple[Tensor, float, float]:
         """Return the first layer's output, device microseconds a layer, and host milliseconds of planning."""
         backend, num_layers = self.backends[name], len(self.kv.k_layers)
         planning = []
@@ -102,7 +104,7 @@ class AttentionBench:
             torch.cuda.synchronize()
             start = time.perf_counter()
             if batch.mask is not None:
-                backend.prepare(len(batch.token_ids), told, self.tables)
+                backend.prepare(len(batch.token_ids), host_lengths, self.tables)
             plan = backend.plan(batch, self.kv, self.shape.num_heads, self.rotary)
             planning.append(time.perf_counter() - start)
         first = plan.attend(0, heads, None)

@@ -306,8 +306,8 @@ def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) 
 
     def trade(own: bytes) -> Sequence[bytes]:
         pipe.send(("trade", own))
-        told: Sequence[bytes] = pipe.recv()
-        return told
+        received: Sequence[bytes] = pipe.recv()
+        return received
 
     mine = RankWorker(rank, world, torch.device("cuda", device), trade, timeout)
     while True:

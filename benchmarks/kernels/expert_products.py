@@ -251,7 +251,7 @@ def measure_library(experts: ExpertMatrices, counts: list[int], device: str) -> 
         library = ExpertLibrary(experts)
         tensors = library.tensors()
     except Exception as failure:
-        say(f"  library, {experts.kind} {experts.part}", failure)
+        print_failure(f"  library, {experts.kind} {experts.part}", failure)
         return times, errors
     clones = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(experts.copies)]
     for count in counts:
@@ -266,7 +266,7 @@ def measure_library(experts: ExpertMatrices, counts: list[int], device: str) -> 
             times[experts.part, "library", count] = graph_us(bare, len(clones))
             times[experts.part, "library, gated", count] = graph_us(gated, len(clones))
         except Exception as failure:
-            say(f"  library, {experts.kind} {experts.part}, {count} tokens", failure)
+            print_failure(f"  library, {experts.kind} {experts.part}, {count} tokens", failure)
     return times, errors
 
 
@@ -275,7 +275,7 @@ def gate(bare: Callable[[int], Tensor], copy: int) -> Tensor:
     return gate_mul(bare(copy))
 
 
-def say(what: str, failure: Exception) -> None:
+def print_failure(what: str, failure: Exception) -> None:
     """Print a failure in a line or two."""
     print(f"{what}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}", flush=True)
 

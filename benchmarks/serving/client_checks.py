@@ -336,8 +336,8 @@ def outlines(rest: str, _grpc: str) -> dict[str, Any]:
         pieces = list(model.stream(WEATHER, library.json_schema(schema), max_tokens=96, temperature=0))
         require("".join(pieces) == whole, "the stream differs")
     grammar = library.cfg('start: "yes" | "no"')
-    said = library.from_vllm(client, model_name(rest))(WEATHER, grammar, max_tokens=24)
-    require(said in ("yes", "no"), "the grammar is not met")
+    answer = library.from_vllm(client, model_name(rest))(WEATHER, grammar, max_tokens=24)
+    require(answer in ("yes", "no"), "the grammar is not met")
     return {"arguments": whole, "events": len(pieces)}
 
 
@@ -417,8 +417,8 @@ def haystack(rest: str, _grpc: str) -> dict[str, Any]:
         forced = generator.run([question], tools=tools, generation_kwargs={"tool_choice": "required"})["replies"][0]
         result = ChatMessage.from_tool("21 degrees", origin=forced.tool_calls[0])
         history = [question, forced, result]
-        said = generator.run(history, tools=tools, generation_kwargs={"tool_choice": "none"})["replies"][0]
-        require(bool(said.text) and not said.tool_calls, "no answer in words")
+        answer = generator.run(history, tools=tools, generation_kwargs={"tool_choice": "none"})["replies"][0]
+        require(bool(answer.text) and not answer.tool_calls, "no answer in words")
     return {"arguments": json.dumps(forced.tool_calls[0].arguments), "events": len(pieces)}
 
 

@@ -112,12 +112,12 @@ async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Service
     client = make_client(cluster, arguments)
     prompts = make_prompts(arguments.prompts, arguments.max_tokens, seed=0)
     point = LoadPoint(concurrency=arguments.streams, seconds=60 * arguments.minutes)
-    told = 0.0
+    printed_at = 0.0
 
-    def tell(run: LoadRun) -> None:
-        nonlocal told
-        if run.window - told >= 30:
-            told = run.window
+    def print_progress(run: LoadRun) -> None:
+        nonlocal printed_at
+        if run.window - printed_at >= 30:
+            printed_at = run.window
             done = sum(1 for record in run.records if record.end)
             print(f"{run.window:.0f} s: {done} done, {dict(errors_of(run.records))} failed", flush=True)
 
@@ -126,7 +126,7 @@ async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Service
         await run_point(client, prompts[::-1], LoadPoint(concurrency=arguments.streams, seconds=warm))
         watching = asyncio.create_task(memory.watch())
         try:
-            return await run_point(client, prompts, point, tell)
+            return await run_point(client, prompts, point, print_progress)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

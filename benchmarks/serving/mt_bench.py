@@ -124,8 +124,8 @@ class MtBench:
             if name != "ngram":
                 self.drafters = "+".join(draft.speculative_algorithm).lower()
             if name == "colocated":
-                told: dict[str, Any] = {option: getattr(draft, option) for option in DRAFTING}
-                cluster = Cluster(verify=replace(verify, **told), services=("verify", "gateway"), on_line=on_line)
+                drafting: dict[str, Any] = {option: getattr(draft, option) for option in DRAFTING}
+                cluster = Cluster(verify=replace(verify, **drafting), services=("verify", "gateway"), on_line=on_line)
             else:
                 cluster = Cluster(verify=verify, draft=draft, on_line=on_line)
             self._clusters[name] = services.enter_context(cluster)

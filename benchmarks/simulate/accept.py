@@ -137,13 +137,13 @@ class Inside:
 
 
 class LockstepDraft:
-    """A draft service with this text as a request. It is told each commit, and asked once it has settled."""
+    """A draft service with this text as a request. It is sent each commit, and asked once it has settled."""
 
     def __init__(self, text: WrittenText, requests: Requests, vocab_size: int) -> None:
-        self._text, self._requests, self._said = text, requests, list[DraftMessage]()
+        self._text, self._requests, self._received = text, requests, list[DraftMessage]()
         self._tokens = text.tokens[: text.prompt_len]
         self._mirror, self._sent = TreeMirror(self._tokens, vocab_size, _CREDIT), 0
-        self._port = AnswerPort(vocab_size, None, self._said.extend)
+        self._port = AnswerPort(vocab_size, None, self._received.extend)
         requests.handle(self._port, Open(0, list(self._tokens), text.prompt_len, GREEDY, _CREDIT))
         self._settle()
 
@@ -167,19 +167,19 @@ class LockstepDraft:
         features, end = self._text.features, len(self._tokens) - 1
         if features is not None:
             data = features[self._sent : end].contiguous().numpy().tobytes()
-            told = Features(0, self._sent, end - self._sent, False, memoryview(data), "float32")
-            self._requests.handle(self._port, told)
+            chunk = Features(0, self._sent, end - self._sent, False, memoryview(data), "float32")
+            self._requests.handle(self._port, chunk)
             self._sent = end
         growth = self._requests.growth
         while growth.has_work or not growth.idle:
             growth.work(math.inf)
             growth.grow(math.inf, lambda: False)
         self._requests.send_nodes()
-        for message in self._said:
+        for message in self._received:
             if not isinstance(message, Grow):
-                raise RuntimeError(f"the draft service said {message}")
+                raise RuntimeError(f"the draft service sent {message}")
             self._mirror.insert(message)
-        self._said.clear()
+        self._received.clear()
 
 
 def lockstep(text: WrittenText, model: DraftModel, options: DraftOptions) -> LockstepDraft:

@@ -166,12 +166,12 @@ class SimulatedDraftInbox:
         self.ended: set[int] = set()
         self.waiting = actor.waiting
         self._actor = actor
-        self._heard: list[FromVerify] = []
+        self._received: list[FromVerify] = []
 
     def next(self) -> FromVerify | None:
         """Return the next frame, or None."""
-        self._heard += self._actor.take()
-        return self._heard.pop(0) if self._heard else None
+        self._received += self._actor.take()
+        return self._received.pop(0) if self._received else None
 
     def wait(self, timeout: float | None) -> None:
         """Wait until something arrives."""
@@ -186,14 +186,14 @@ class DraftService:
     ) -> None:
         """`deliver` is called with messages for verify, and the time of their arrival there."""
         self.runner = SimulatedRunner(actor, costs, language, 128)
-        told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
-        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
+        options = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
+        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), options)
         grown = self.requests.growth.growers[0]
         assert isinstance(grown, growth.BurstGrower)
         self.growth = grown
         self.totals: Counter[str] = Counter()
         self._actor, self._costs, self._deliver = actor, costs, deliver
-        self._said: list[DraftMessage] = []
+        self._outgoing: list[DraftMessage] = []
         self._engine = self._make_engine()
         self._charge()
 
@@ -217,21 +217,21 @@ class DraftService:
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
         engine._reporter, engine._features = reporter, SimpleNamespace(mapping=False)
-        engine._ports = {_SESSION: AnswerPort(VOCAB, None, partial(self._say, _SESSION))}
+        engine._ports = {_SESSION: AnswerPort(VOCAB, None, partial(self._send, _SESSION))}
         engine._garbage, engine._stopping, engine._num_turns = GarbageCollector(), False, 0
         engine._watch_seconds = 0.0
         made: draft_engine.DraftEngine = engine
         return made
 
-    def _say(self, session: int, messages: Sequence[DraftMessage]) -> None:
-        self._actor.spend("say", self._costs.say * len(messages))
-        self._said += messages
+    def _send(self, session: int, messages: Sequence[DraftMessage]) -> None:
+        self._actor.spend("send", self._costs.send * len(messages))
+        self._outgoing += messages
 
     def _flush(self) -> None:
         self.totals.update(self.growth.take_counts())
-        if self._said:
-            said, self._said = self._said, []
-            self._deliver(self._actor.now + 1e-3 * self._costs.line, said)
+        if self._outgoing:
+            messages, self._outgoing = self._outgoing, []
+            self._deliver(self._actor.now + 1e-3 * self._costs.line, messages)
 
     def _charge(self) -> None:
         """Charge virtual time for host work."""

@@ -71,12 +71,19 @@ class Pool:
         self._entries[:, where] = fields[:5]
         self._scores[where], self._bases[where] = fields[6:].view(np.float32)
 
-    def reroot(self, told: Reroots) -> None:
+    def reroot(self, reroots: Reroots) -> None:
         """Do the same as reroot_pool, followed by add_seeds."""
         limit = self._shape.max_seeds + self._step * self._bucket.num_candidates
         scores, bases = self._scores[:limit], self._bases[:limit]
         ran = scores == -np.inf
-        roots = zip(told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts, told.free, strict=True)
+        roots = zip(
+            reroots.rows.tolist(),
+            reroots.indices.tolist(),
+            reroots.slots.tolist(),
+            reroots.shifts,
+            reroots.free,
+            strict=True,
+        )
         for row, root, slot, shift, free in roots:
             self._free[row, (np.arange(len(free)) + self._end[row]) % self._free.shape[1]] = free
             self._end[row] += len(free)
@@ -92,8 +99,8 @@ class Pool:
             stays = there[alive]
             scores[stays] = np.minimum(scores[stays] - shift, 0.0)
             bases[stays] = np.minimum(bases[stays] - shift, 0.0)
-        if told.seeds is not None:
-            self.add_seeds(told.first_seed, told.seeds.fields)
+        if reroots.seeds is not None:
+            self.add_seeds(reroots.first_seed, reroots.seeds.fields)
 
     def run(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
         """Run a step. Return pool indices and slots [M], tokens and edges [M, k] of its nodes; -1 and -inf for none."""

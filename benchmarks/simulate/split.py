@@ -275,14 +275,14 @@ class Simulation:
         costs, running = self.scene.costs, engine.scheduler.running
         trees, drafts = self.scene.speculate, engine.drafts
 
-        def told() -> int:
+        def num_commits() -> int:
             return 0 if drafts.resting else len(running)
 
         for owner, name, ms in (
             (engine.scheduler, "plan", lambda: costs.gap + costs.gap_row * max(len(running) - 1, 0)),
             (engine.scheduler, "choose", lambda *_: costs.gap_trees * (trees and not drafts.resting)),
             (engine.scheduler, "take", lambda plan: costs.gap_node * plan.choice.num_nodes),
-            (engine._postprocessor, "_send_commits", lambda _: costs.tell_commit * told()),
+            (engine._postprocessor, "_send_commits", lambda _: costs.send_commit * num_commits()),
             (engine.drafts, "learn", lambda: costs.settle + costs.settle_row * len(running)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
@@ -399,17 +399,19 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
-    told = parser.parse_args()
-    for change in told.set:
+    arguments = parser.parse_args()
+    for change in arguments.set:
         name, value = change.split("=")
         module, constant = name.split(".")
         setattr(MODULES[module], constant, type(getattr(MODULES[module], constant))(float(value)))
     rows: list[Row] = []
-    for batch in told.batch:
-        answers = told.answers or (6 if batch == 1 else 2 * batch)
-        language = parse_language(told.language, told.flatten)
-        scene = Scene(batch, answers, told.tokens, told.spread, True, 0, parse_costs(told.cost), language)
-        scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
+    for batch in arguments.batch:
+        answers = arguments.answers or (6 if batch == 1 else 2 * batch)
+        language = parse_language(arguments.language, arguments.flatten)
+        scene = Scene(
+            batch, answers, arguments.tokens, arguments.spread, True, 0, parse_costs(arguments.cost), language
+        )
+        scenes = [replace(scene, seed=seed) for seed in range(arguments.seeds)]
         runs = [Simulation(one).run() for one in scenes]
         plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]
         names = list(dict.fromkeys(name for run in runs for name in run))
@@ -420,8 +422,8 @@ def main() -> None:
             print(f"  {name:28}{value:12.3f}")
         case = f"llama-8b standalone split simulated b{batch} bf16 greedy"
         rows += [Row(case, name.replace(", ", "_").replace(" ", "_"), value, "") for name, value in means.items()]
-    if told.out:
-        write_report(told.out, "simulate_split", cpu_name(), rows, ("numpy",))
+    if arguments.out:
+        write_report(arguments.out, "simulate_split", cpu_name(), rows, ("numpy",))
 
 
 if __name__ == "__main__":

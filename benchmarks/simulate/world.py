@@ -45,8 +45,8 @@ class Costs:
     gap_trees: float = 0.05
     """Added to the gap by trees, and `gap_node` for each node that a round takes."""
     gap_node: float = 0.003
-    tell_commit: float = 0.03
-    """For verify to tell a draft of a request's commit."""
+    send_commit: float = 0.03
+    """For verify to send a request's commit to a draft."""
     settle: float = 0.1
     """Post-processing of a round while the next one runs; `settle_row` for each request."""
     settle_row: float = 0.01
@@ -79,7 +79,7 @@ class Costs:
     more: float = 0.004
     more_row: float = 0.0005
     roots: float = 0.004
-    """To prepare what the device is told of new roots, even if there are none."""
+    """To prepare the new roots for the device, even if there are none."""
     roots_row: float = 0.001
     merge: float = 0.05
     merge_row: float = 0.003
@@ -92,7 +92,7 @@ class Costs:
     prepare_row: float = 0.01
     append: float = 0.0008
     """For each node."""
-    say: float = 0.015
+    send: float = 0.015
     """For each message to verify."""
     handle: float = 0.018
     """For each message from verify, and `handle_node` for each live node of its tree."""
@@ -284,11 +284,11 @@ class Notes:
 
     def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         """Note a round."""
-        told = [update for update in updates if update.token_ids]
-        nodes = sum(update.num_draft_tokens for update in told)
+        committed = [update for update in updates if update.token_ids]
+        nodes = sum(update.num_draft_tokens for update in committed)
         self.rounds += 1
-        self.tokens += sum(len(update.token_ids) for update in told)
-        self.request_rounds += len(told)
+        self.tokens += sum(len(update.token_ids) for update in committed)
+        self.request_rounds += len(committed)
         self.drafted_tokens += nodes
         self.held.append(figures.held)
         self.gpu.append(figures.gpu or 0.0)

@@ -180,8 +180,8 @@ class SplitBench:
         print(f"FAILED {text}", flush=True)
 
     def _printer(self, name: str) -> Lines:
-        tell = printer(self.arguments.verbose)
-        return lambda _, line: tell(name, line)
+        print_line = printer(self.arguments.verbose)
+        return lambda _, line: print_line(name, line)
 
 
 def _key(case: SplitCase) -> str:

@@ -44,8 +44,8 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 _MOST_TOKENS = 8
 
 
-class ToldTrees:
-    """The trees of all requests as told. Asking authors would tidy their state, and untidy state is to be timed."""
+class SentTrees:
+    """The trees of all requests as sent. Asking authors would tidy their state, and untidy state is to be timed."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -54,7 +54,7 @@ class ToldTrees:
         self._below: dict[int, defaultdict[int, dict[int, tuple[int, float]]]] = {}  # node to token to id and chance
 
     def note(self, grow: Grow) -> None:
-        """Add the nodes that a draft told."""
+        """Add the nodes that a draft sent."""
         if self._epochs.get(grow.request) != grow.epoch:
             self._epochs[grow.request], self._below[grow.request] = grow.epoch, defaultdict(dict)
         columns = (grow.parents, grow.token_ids, grow.scores)
@@ -62,12 +62,12 @@ class ToldTrees:
             self._below[grow.request][parent][token] = (node, math.exp(score))
 
     def commit(self, request: int, epoch: int, root: int) -> list[int]:
-        """Draw tokens below the root of a tree: a path of told nodes, and one more token."""
-        told = self._below[request] if self._epochs.get(request) == epoch else {}
+        """Draw tokens below the root of a tree: a path of sent nodes, and one more token."""
+        children = self._below[request] if self._epochs.get(request) == epoch else {}
         tokens: list[int] = []
         node: int | None = root
         while node is not None and len(tokens) < _MOST_TOKENS:
-            below = told.get(node, {})
+            below = children.get(node, {})
             chances = [chance for _, chance in below.values()]
             pick = self._luck.choice(len(below) + 1, p=[*chances, max(0.0, 1 - sum(chances))]) if below else 0
             tokens.append([*below, int(self._luck.integers(self._vocab_size))][pick])
@@ -277,10 +277,10 @@ class Service:
         )  # fmt: skip
         self.clock = Clock()
         self.runner = DrawingRunner(shape, self.clock)
-        told = DraftOptions(max_positions=8192, speculative_algorithm=("STANDALONE",))
-        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
+        draft_options = DraftOptions(max_positions=8192, speculative_algorithm=("STANDALONE",))
+        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), draft_options)
         self.peer = Peer()
-        self._told = ToldTrees(VOCAB, seed=1)
+        self._sent = SentTrees(VOCAB, seed=1)
         self._credit = options.credit or max(8, min(64, 4 * options.nodes // num_requests))
         self._num_requests = num_requests
         self._features = options.features
@@ -311,7 +311,7 @@ class Service:
         before = self.clock.turn
         if commit:
             if (active := self._growth._active) is not None:
-                active.is_outdated = True  # ends it, like a commit that cannot be told to its device
+                active.is_outdated = True  # ends it, like a commit that cannot be passed to its device
             self._commit()
         for _ in range(1 + commit):  # the first call ends a running burst after commits
             self._growth.grow(math.inf, never)
@@ -320,7 +320,7 @@ class Service:
         self.clock.time("encode", encode_draft)(received)
         for one in received:
             if isinstance(one, Grow):
-                self._told.note(one)
+                self._sent.note(one)
         before["launch"] -= before["fill"]
         if "take" in before:
             del before["launch"]
@@ -336,7 +336,7 @@ class Service:
     def _commit(self) -> None:
         for number in range(self._num_requests):
             author = self.requests._trees[self.peer, number].author
-            tokens = self._told.commit(number, author.epoch, author.root)
+            tokens = self._sent.commit(number, author.epoch, author.root)
             known, sent = author.committed_len, author.next_id - 1
             # As if verify had seen all but the last nodes, so that it resolves what it finds.
             message = Commit(number, known, list(tokens), author.epoch, max(0, sent - 64), None, self._credit)

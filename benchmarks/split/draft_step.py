@@ -130,14 +130,14 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
     """Yield the requested models, one after the other, with their names in reports."""
     for name, path in (("standalone", options.standalone), ("eagle3", options.eagle3)):
         if path:
-            told = DraftOptions(
+            draft_options = DraftOptions(
                 speculative_algorithm=(name.upper(),),
                 speculative_draft_model_path=str(path),
                 target_model_path=options.target,
                 dtype=options.dtype,
                 device=str(device),
             )
-            yield f"{Path(path).name.lower()} {name}", load_draft_model(told)
+            yield f"{Path(path).name.lower()} {name}", load_draft_model(draft_options)
     if options.random_standalone:
         model = random_model(SMALL, SMALL_VOCAB, torch.bfloat16, device, tied=True)
         yield "135m standalone", StandaloneDraft(model, token_ids_hash="")
