@@ -53,7 +53,7 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
         self.tokenizer_hash = self.tokenizer.digest
         self.vocab_size = self.tokenizer.size
 
-    def say(self, text: str, *, eos: bool = True) -> list[int]:
+    def set_answer(self, text: str, *, eos: bool = True) -> list[int]:
         """Makes a text the script; returns its tokens."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         self.script = [*token_ids, EOS] if eos else token_ids

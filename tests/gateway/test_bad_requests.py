@@ -275,7 +275,7 @@ async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> No
 
 
 async def test_harmless_fields_are_taken(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
     part["cache_control"] = {"type": "ephemeral"}
     body = {
@@ -349,7 +349,7 @@ def test_a_flood_of_mistakes_costs_no_more_than_a_few(model: type[BaseModel], bo
 async def test_a_short_body_limit_does_not_bound_what_verify_is_told_or_says(
     verify: ScriptedVerify, tmp_path: Any
 ) -> None:
-    verify.say("one two three four five six")
+    verify.set_answer("one two three four five six")
     verify.round_size = 8
     verify.context_length = 4000
     async with open_world(verify, tmp_path, max_body_bytes=1024) as world:

@@ -14,7 +14,7 @@ from outrider.protocol.generation import TokenLogprobs, TokenOrigin
 
 
 async def test_as_many_are_made_and_n_are_sent(world: World) -> None:
-    world.verify.scripts = {i: [*world.verify.say(f"answer {i}"), EOS] for i in range(3)}
+    world.verify.scripts = {i: [*world.verify.set_answer(f"answer {i}"), EOS] for i in range(3)}
     body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "max_tokens": 40}
     answer = (await world.http.post("/v1/completions", json=body)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

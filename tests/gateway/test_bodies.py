@@ -43,14 +43,14 @@ async def unfinished_body(world: World, path: str = TEXT, sent: bytes = b"{") ->
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions", "/generate", "/tokenize"])
 async def test_who_still_sends_its_body_holds_no_place(verify: ScriptedVerify, tmp_path: Path, path: str) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, max_answers=1) as world, unfinished_body(world, path):
         assert (await world.http.post(TEXT, json={"prompt": "x"})).status_code == 200
         assert "outrider_gateway_answers_in_flight 0.0" in (await world.http.get("/metrics")).text
 
 
 async def test_when_all_places_are_taken_no_body_is_waited_for(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("one two three")
+    verify.set_answer("one two three")
     verify.gate = asyncio.Event()
     async with open_world(verify, tmp_path, max_answers=1) as world:
         first = asyncio.create_task(world.http.post(TEXT, json={"prompt": "x"}))
@@ -116,7 +116,7 @@ async def test_a_long_body_is_read_and_checked_beside_the_event_loop(
         return plain(data, **options)
 
     monkeypatch.setattr(body_module, "from_json", watched)
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     for note, inline in (("x", True), ("x" * 300_000, False)):
         asked = {"prompt": "x", "metadata": {"note": note}}
         assert (await world.http.post(TEXT, json=asked)).status_code == 200
@@ -124,7 +124,7 @@ async def test_a_long_body_is_read_and_checked_beside_the_event_loop(
 
 
 async def test_a_byte_order_mark_before_a_body_is_passed_over(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     for note in ("x", "x" * 300_000):
         body = b"\xef\xbb\xbf" + json.dumps({"prompt": "x", "metadata": {"note": note}}).encode()
         assert (await world.http.post(TEXT, content=body, headers=JSON)).status_code == 200
@@ -153,7 +153,7 @@ async def test_a_body_of_too_many_members_is_refused_and_one_of_many_marks_in_a_
     members = {"prompt": "x", "metadata": {str(i): 1 for i in range(140_000)}}
     refused = await world.http.post(TEXT, json=members)
     assert refused.status_code == 400 and "members of objects" in refused.json()["error"]["message"]
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     text = {"prompt": "x", "metadata": {"code": '{"a": [1, "b\\\\"]},' * 100_000}}
     assert (await world.http.post(TEXT, json=text)).status_code == 200
 

@@ -216,9 +216,9 @@ async def test_one_whose_client_still_takes_its_answer_gives_no_way() -> None:
 
 async def test_when_all_are_in_use_a_new_one_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     app = Application()
-    told: list[Exception] = []
+    refused: list[Exception] = []
     async with serving(app, max_connections=2) as server, client(server) as one, client(server) as two:
-        server.connections.on_refused = told.append
+        server.connections.on_refused = refused.append
         for busy in (one, two):
             busy.writer.write(GET.replace(b"/ ", b"/wait "))
         await until(lambda: app.num_begun == 2)
@@ -227,7 +227,7 @@ async def test_when_all_are_in_use_a_new_one_is_told_so(caplog: pytest.LogCaptur
                 status, body = await new.answer()
                 assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
                 assert await new.ended()
-        assert len(told) == 3 and caplog.text.count("--max-connections") == 1
+        assert len(refused) == 3 and caplog.text.count("--max-connections") == 1
         app.open.set()
         assert await one.answer() == await two.answer() == (200, b"ok")
         await until(lambda: server.connections.num_open == 2)

@@ -21,7 +21,7 @@ Request = gateway_pb2.GatewayServiceGenerateRequest
 @pytest.fixture
 def silent(verify: ScriptedVerify) -> ScriptedVerify:
     """Answers with one round and then with nothing."""
-    verify.say("one two three")
+    verify.set_answer("one two three")
     verify.gate = asyncio.Event()
     return verify
 
@@ -51,9 +51,9 @@ async def test_a_clients_deadline_goes_on_to_verify_if_it_is_earlier(silent: Scr
     async with open_world(silent, tmp_path, max_request_seconds=1000) as world:
         for timeout, most in ((100, 100), (5000, 1000), (None, 1000)):
             [message async for message in world.stub.Generate(Request(prompt="x", n=2), timeout=timeout)]
-            told = silent.seconds[-2:]
+            limits = silent.seconds[-2:]
             # On the wire a timeout has few digits, rounded up.
-            assert all(seconds is not None and most - 30 < seconds <= 1.02 * most for seconds in told), told
+            assert all(seconds is not None and most - 30 < seconds <= 1.02 * most for seconds in limits), limits
 
 
 async def test_a_client_whose_time_is_up_frees_its_place_at_once(silent: ScriptedVerify, tmp_path: Path) -> None:

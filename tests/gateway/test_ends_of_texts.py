@@ -32,7 +32,7 @@ def test_a_stop_string_may_be_let_through_however_the_text_is_cut(size: int) -> 
 
 
 async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     assert await completion(world, stop=["two"]) == "one "
     assert await completion(world, stop=["two"], include_stop_str_in_output=True) == "one two"
     assert await completion(world, stop=["two"], no_stop_trim=True) == "one two"
@@ -45,7 +45,7 @@ async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World)
 
 async def test_every_door_says_what_ended_an_answer(world: World) -> None:
     """vLLM's stop_reason is null at the end-of-sequence token, unless the request names it; SGLang's is its id."""
-    ids = world.verify.say("one two three")
+    ids = world.verify.set_answer("one two three")
     cases: list[tuple[dict[str, Any], int | str | None, int | str | None]] = [
         ({"stop": ["three", "two", *(f"stop {number}" for number in range(62))]}, "two", "two"),
         ({"stop_token_ids": [ids[-1]]}, ids[-1], ids[-1]),
@@ -71,7 +71,7 @@ async def test_every_door_says_what_ended_an_answer(world: World) -> None:
 
 
 async def test_tokens_behind_a_stop_string_count_for_the_accept_length(world: World) -> None:
-    world.verify.say("one two three four five")
+    world.verify.set_answer("one two three four five")
     world.verify.round_size = 100
     answer = (await world.http.post("/v1/completions", json={"prompt": "x", "stop": "two"})).json()
     usage = answer["usage"]
@@ -86,7 +86,7 @@ async def test_tokens_behind_a_stop_string_count_for_the_accept_length(world: Wo
 
 
 async def test_special_tokens_are_spelled_out_where_asked_for(world: World) -> None:
-    ids = world.verify.say("one")
+    ids = world.verify.set_answer("one")
     world.verify.script = [*ids, EOS, *ids, EOS]
     special = world.verify.tokenizer.token_bytes(EOS).decode()
     assert await completion(world, ignore_eos=True) == "oneone"
@@ -96,7 +96,7 @@ async def test_special_tokens_are_spelled_out_where_asked_for(world: World) -> N
 
 async def prompt(world: World, content: str, **fields: Any) -> list[int]:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     response = await world.http.post("/v1/chat/completions", json={"messages": messages} | fields)
     assert response.status_code == 200, response.text
     tokens = (await world.http.post("/tokenize", json={"messages": messages} | fields)).json()["tokens"]

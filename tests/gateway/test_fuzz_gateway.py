@@ -33,7 +33,7 @@ async def channel_of(world: World) -> Any:
 @fuzz
 @given(messages(Request))
 async def test_any_values_of_a_request(world: World, request_: Any) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     await outcome(world.stub.Generate(request_), most=60)
     await still_serves(world)
 
@@ -41,7 +41,7 @@ async def test_any_values_of_a_request(world: World, request_: Any) -> None:
 @fuzz
 @given(wire(Request))
 async def test_any_bytes_for_a_request(world: World, data: bytes) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     channel = await channel_of(world)
     await outcome(channel.unary_stream(GENERATE)(data), most=60)
     await still_serves(world)

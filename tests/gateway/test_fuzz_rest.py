@@ -44,7 +44,7 @@ async def still_serves(world: World) -> None:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: str(mode.value))
 async def test_every_operation_of_the_document(world: World, mode: GenerationMode) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     document = (await world.http.get("/openapi.json")).json()
     schema = schemathesis.openapi.from_dict(document)
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -98,7 +98,7 @@ named = st.dictionaries(st.sampled_from(names), bodies, max_size=5)
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"])
 async def test_any_body_at_all(world: World, path: str) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     loop = asyncio.get_running_loop()
 
     @fuzz

@@ -63,7 +63,7 @@ async def test_before_verify_is_there_health_is_up_and_ready_is_not(verify: Scri
 
 
 async def test_a_stream_that_verify_breaks_ends_with_an_error_event(world: World) -> None:
-    world.verify.say("one two three four five six")
+    world.verify.set_answer("one two three four five six")
     world.verify.fail_after = 4
     events = await events_of(world, {"prompt": "x", "stream": True})
     assert json.loads(events[0])["choices"][0]["text"]
@@ -76,7 +76,7 @@ async def test_a_stream_that_verify_breaks_ends_with_an_error_event(world: World
 
 
 async def test_an_answer_that_verify_leaves_open_is_never_short(world: World) -> None:
-    world.verify.say("one two three", eos=False)
+    world.verify.set_answer("one two three", eos=False)
     world.verify.ends_silently = True
     whole = await world.http.post(TEXT, json={"prompt": "x"})
     assert (whole.status_code, whole.json()["error"]["code"]) == (503, "answer_incomplete")
@@ -87,7 +87,7 @@ async def test_an_answer_that_verify_leaves_open_is_never_short(world: World) ->
 
 async def test_verify_dies_in_mid_stream_and_is_found_again(world: World) -> None:
     verify = world.verify
-    verify.say("one two three four five six")
+    verify.set_answer("one two three four five six")
     verify.gate = asyncio.Event()
     pending = asyncio.create_task(events_of(world, {"prompt": "x", "stream": True}))
     await until(lambda: verify.num_open)
@@ -112,7 +112,7 @@ async def test_verify_dies_in_mid_stream_and_is_found_again(world: World) -> Non
 
 async def test_a_failure_before_the_first_token_is_tried_once_more(world: World) -> None:
     verify = world.verify
-    verify.say("ok")
+    verify.set_answer("ok")
     verify.failures = [UnavailableError("restarting")]
     assert (await world.http.post(TEXT, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
     verify.failures = [UnavailableError("restarting"), UnavailableError("still restarting")]
@@ -122,7 +122,7 @@ async def test_a_failure_before_the_first_token_is_tried_once_more(world: World)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_cancels_its_answers_at_once(world: World, stream: bool) -> None:
     verify = world.verify
-    verify.say("one two three four five six")
+    verify.set_answer("one two three four five six")
     verify.gate = asyncio.Event()
     body = {"prompt": "x", "n": 2, "stream": stream}
     task = asyncio.create_task(world.http.post(TEXT, json=body))
@@ -138,7 +138,7 @@ async def test_a_client_that_goes_away_cancels_its_answers_at_once(world: World,
 
 async def test_over_the_limit_requests_get_429_and_places_come_back(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, max_answers=3) as world:
-        verify.say("ok")
+        verify.set_answer("ok")
         verify.gate = asyncio.Event()
         first = asyncio.create_task(world.http.post(TEXT, json={"prompt": "x", "n": 2}))
         await until(lambda: verify.num_open == 2)
@@ -158,7 +158,7 @@ async def test_over_the_limit_requests_get_429_and_places_come_back(verify: Scri
 
 async def test_drain_finishes_running_streams_and_refuses_new_ones(world: World) -> None:
     verify = world.verify
-    verify.say("one two three")
+    verify.set_answer("one two three")
     verify.gate = asyncio.Event()
     running = asyncio.create_task(events_of(world, {"prompt": "x", "stream": True}))
     call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x"))
@@ -191,7 +191,7 @@ async def test_drain_finishes_running_streams_and_refuses_new_ones(world: World)
 
 async def test_after_the_drain_time_what_is_left_is_cancelled(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, drain_seconds=0.05) as world:
-        verify.say("one two three")
+        verify.set_answer("one two three")
         verify.gate = asyncio.Event()
         running = asyncio.create_task(world.http.post(TEXT, json={"prompt": "x"}))
         await until(lambda: verify.num_open)
@@ -203,7 +203,7 @@ async def test_after_the_drain_time_what_is_left_is_cancelled(verify: ScriptedVe
 
 async def test_who_is_cut_off_by_the_end_of_the_drain_is_told_so(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, drain_seconds=0.05) as world:
-        verify.say("one two three")
+        verify.set_answer("one two three")
         verify.gate = asyncio.Event()
         streamed = asyncio.create_task(events_of(world, {"prompt": "x", "stream": True}))
         whole = asyncio.create_task(world.http.post(TEXT, json={"prompt": "x", "n": 2}))
@@ -217,15 +217,15 @@ async def test_who_is_cut_off_by_the_end_of_the_drain_is_told_so(verify: Scripte
         assert int(refused.headers["retry-after"]) >= 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-        told = error_from_rpc(caught.value)
-        assert isinstance(told, UnavailableError) and told.code == "draining"
+        decoded = error_from_rpc(caught.value)
+        assert isinstance(decoded, UnavailableError) and decoded.code == "draining"
         await world.task
 
 
 async def test_every_door_but_health_and_ready_wants_the_key(verify: ScriptedVerify, tmp_path: Path) -> None:
     key = "correct-horse-battery"
     async with open_world(verify, tmp_path, api_key=key, metrics_address="127.0.0.1:0") as world:
-        verify.say("ok")
+        verify.set_answer("ok")
         for path in ("/health", "/ready"):
             assert await status_of(world, path) == 200
         for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
@@ -266,13 +266,13 @@ async def test_strangers_do_not_fill_the_log_and_are_all_counted(
     assert 'outrider_gateway_errors_total{code="invalid_api_key",door="rest"} 20.0' in page
 
 
-@pytest.mark.parametrize(("options", "told"), [({}, True), ({"api_key": "correct-horse-battery"}, False)])
+@pytest.mark.parametrize(("options", "is_warned"), [({}, True), ({"api_key": "correct-horse-battery"}, False)])
 async def test_doors_that_anybody_may_use_say_so_and_what_would_close_them(
-    verify: ScriptedVerify, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], told: bool
+    verify: ScriptedVerify, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], is_warned: bool
 ) -> None:
     async with open_world(verify, tmp_path, address="0.0.0.0:0", rest_address="0.0.0.0:0", **options):
         warnings = [line for line in caplog.text.splitlines() if "anyone who can reach 0.0.0.0:" in line]
-        assert len(warnings) == (2 if told else 0), warnings
+        assert len(warnings) == (2 if is_warned else 0), warnings
         assert all(line.endswith("; set OUTRIDER_API_KEY or --api-key-file") for line in warnings)
 
 

@@ -66,7 +66,7 @@ def test_a_round_that_an_accepted_token_ends_has_no_bonus_token_in_its_accept_le
 async def test_metrics_tell_what_happened(world: World) -> None:
     verify = world.verify
     verify.round_size = 4
-    token_ids = verify.say("The capital of France is Paris")
+    token_ids = verify.set_answer("The capital of France is Paris")
     for stream in (False, True):
         await world.http.post("/v1/completions", json={"prompt": "x y z", "stream": stream})
     await world.http.post("/v1/completions", json={"prompt": "x", "n": 99})
@@ -102,7 +102,7 @@ async def test_metrics_tell_what_happened(world: World) -> None:
 
 async def test_load_generators_find_their_sums_by_the_beginning_of_a_name(world: World) -> None:
     world.verify.round_size = 3
-    world.verify.say("one two three four five")
+    world.verify.set_answer("one two three four five")
     await world.http.post("/v1/completions", json={"prompt": "x"})
     lines = [line for line in (await page(world)).splitlines() if not line.startswith("#")]
     found = values("\n".join(lines) + "\n")
@@ -146,7 +146,7 @@ SGLANG = {
 async def test_sglangs_names_tell_the_same_where_they_are_asked_for(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, sglang_metrics=True) as world:
         verify.round_size = 4
-        verify.say("The capital of France is Paris")
+        verify.set_answer("The capital of France is Paris")
         for _ in range(2):
             await world.http.post("/v1/completions", json={"prompt": "x y z"})
         text = await page(world)
@@ -179,7 +179,7 @@ async def test_without_the_option_no_name_is_sglangs(world: World) -> None:
 
 async def test_tokens_that_come_at_once_tell_no_speed(world: World) -> None:
     world.verify.round_size = 2
-    world.verify.say("one two three four five")
+    world.verify.set_answer("one two three four five")
     await world.http.post("/v1/completions", json={"prompt": "x"})
     found = values(await page(world))
     assert not any(name.startswith("outrider_gateway_request_tokens_per_second") for name, _ in found)
@@ -187,7 +187,7 @@ async def test_tokens_that_come_at_once_tell_no_speed(world: World) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 async def test_promtool_finds_only_the_colons(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     await world.http.post("/v1/completions", json={"prompt": "x"})
     result = subprocess.run(["promtool", "check", "metrics"], input=await page(world), text=True, capture_output=True)
     complaints = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]

@@ -26,7 +26,7 @@ sys.exit(code)
 async def test_serving_a_request_imports_neither_torch_nor_transformers(verify: ScriptedVerify, tmp_path: Path) -> None:
     host = VerifyHost(verify, tmp_path / "verify.sock")
     await host.start()
-    verify.say("ok")
+    verify.set_answer("ok")
     ready_file = tmp_path / "ready.json"
     arguments = [
         "--address=127.0.0.1:0",

@@ -44,7 +44,7 @@ async def ask(rest: str, trust: TlsFiles) -> int:
 
 
 async def test_both_doors_speak_tls_and_only_tls(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     ours = Authority(tmp_path / "ours")
     trust = TlsFiles(ca=ours.files("client").ca)
     files = door(ours.files("server"), clients_too=False)
@@ -90,7 +90,7 @@ async def test_who_begins_no_handshake_cannot_take_all_places(verify: ScriptedVe
 
 
 async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     client = ours.files("client")
     async with open_world(verify, tmp_path, trust=client, **door(ours.files("server"))) as world:
@@ -103,7 +103,7 @@ async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: Scrip
 async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_that_it_was_told(
     verify: ScriptedVerify, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     ours = Authority(tmp_path / "ours")
     client = ours.files("client")
     server = ours.files("server", hosts=["gateway.example"])
@@ -149,10 +149,10 @@ async def test_a_tool_without_a_certificate_that_the_door_wants_is_told_so(
             await asyncio.to_thread(bench.run, load)
         watch = make_parser(["top"]).parse_args(["top", "--once", "--interval=0.05", world.rest, trust])
         assert await asyncio.to_thread(top.run, watch) == 1
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert (
-            "--connect-tls-cert shows the door a certificate, where it wants one" in said
-            and "begin it with https" not in said
+            "--connect-tls-cert shows the door a certificate, where it wants one" in output
+            and "begin it with https" not in output
         )
 
 
@@ -176,7 +176,7 @@ async def test_replaced_files_serve_the_next_connection_of_the_rest_door(
 
 
 async def test_verify_is_called_over_tls_with_a_token(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     ours = Authority(tmp_path / "ours")
     server, client = ours.files("server"), ours.files("client")
     token = tmp_path / "token"

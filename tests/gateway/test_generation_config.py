@@ -27,7 +27,7 @@ def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
 def configure(folder: Path, config: Any) -> ScriptedVerify:
     (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     verify = ScriptedVerify(folder)
-    verify.say("one two three")
+    verify.set_answer("one two three")
     return verify
 
 
@@ -69,7 +69,7 @@ async def test_max_new_tokens_is_the_most_of_any_answer(folder: Path, tmp_path: 
 
 
 async def test_completions_stop_after_16_tokens_unless_told_otherwise(world: World) -> None:
-    world.verify.say("one")
+    world.verify.set_answer("one")
     for body, expected in (
         ({}, 16),
         ({"max_tokens": 40}, 40),

@@ -27,7 +27,7 @@ async def collect(world: World, request: Any) -> list[Any]:
 
 
 async def test_text_tokens_origins_and_usage_come_together(world: World) -> None:
-    token_ids = world.verify.say("Grüße, 🙂 Paris")
+    token_ids = world.verify.set_answer("Grüße, 🙂 Paris")
     messages = await collect(world, Request(prompt="x", sampling=common_pb2.SamplingParams(num_logprobs=1)))
     assert "".join(m.text for m in messages) == "Grüße, 🙂 Paris"
     assert [t for m in messages for t in m.token_ids] == [*token_ids, 2]
@@ -43,7 +43,7 @@ async def test_text_tokens_origins_and_usage_come_together(world: World) -> None
 
 async def test_chat_token_ids_and_n_are_taken(world: World) -> None:
     verify = world.verify
-    verify.scripts = {0: [*verify.say("zero"), 2], 1: [*verify.say("one"), 2]}
+    verify.scripts = {0: [*verify.set_answer("zero"), 2], 1: [*verify.set_answer("one"), 2]}
     chat = gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content="Hi")])
     messages = await collect(world, Request(chat=chat, n=2, model=MODEL))
     texts = {i: "".join(m.text for m in messages if m.choice_index == i) for i in range(2)}
@@ -59,7 +59,7 @@ async def test_both_doors_know_the_same_roles(world: World) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await collect(world, Request(chat={"messages": [{"role": "robot", "content": "x"}]}))
     assert answer.json()["error"]["message"].endswith(caught.value.fix) and "'developer'" in caught.value.fix
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     roles = ["developer", "system"]
     for role in roles:
         chat = {"messages": [{"role": role, "content": "Be brief."}, {"role": "user", "content": "x"}]}
@@ -105,7 +105,7 @@ async def test_every_wrong_field_is_named(world: World, request_: Any, kind: typ
 
 
 async def test_an_answer_without_its_end_is_unavailable(world: World) -> None:
-    world.verify.say("one two three", eos=False)
+    world.verify.set_answer("one two three", eos=False)
     world.verify.ends_silently = True
     with pytest.raises(UnavailableError, match="without finishing"):
         await collect(world, Request(prompt="x"))
@@ -113,7 +113,7 @@ async def test_an_answer_without_its_end_is_unavailable(world: World) -> None:
 
 async def test_cancelling_the_call_cancels_every_answer_at_once(world: World) -> None:
     verify = world.verify
-    verify.say("one two three four")
+    verify.set_answer("one two three four")
     verify.gate = asyncio.Event()
     call = world.stub.Generate(Request(prompt="x", n=3))
     await call.read()
@@ -165,7 +165,7 @@ async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerif
 
 
 async def test_streams_that_are_reset_with_no_room_for_an_answer_are_no_failures_of_ours(world: World) -> None:
-    world.verify.say("word " * 400)
+    world.verify.set_answer("word " * 400)
     message = Request(prompt="x").SerializeToString()
     head, body = call_head(b"/outrider.v1.GatewayService/Generate"), struct.pack("!BI", 0, len(message)) + message
     _, writer = await asyncio.open_connection(*world.address.split(":"))

@@ -9,7 +9,7 @@ from gateway_world import World
 
 
 async def test_stop_strings_are_looked_for_behind_the_least_tokens(world: World) -> None:
-    world.verify.say("one two three. one two three.")
+    world.verify.set_answer("one two three. one two three.")
     body = {"prompt": "x", "stop": ["two"], "max_tokens": 40}
     early = (await world.http.post("/v1/completions", json=body)).json()["choices"][0]
     assert early["text"] == "one "
@@ -39,7 +39,7 @@ async def test_what_cannot_be_is_refused(world: World, fields: dict[str, Any], p
 
 
 async def test_bad_words_are_sent_on_as_tokens_with_and_without_a_space(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     encode = world.verify.tokenizer.encode
     expected = [encode(text, add_special_tokens=False) for text in ("two", " two")]
     for path, body in (

@@ -59,7 +59,7 @@ def test_every_field_is_in_the_document() -> None:
 
 @pytest.mark.parametrize("skips", [True, False])
 async def test_skip_prefix_cache_is_sent_on_to_verify(world: World, skips: bool) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", skip_prefix_cache=skips)
     assert [message async for message in world.stub.Generate(request)]
     answer = await world.http.post("/v1/completions", json={"prompt": "x", "skip_prefix_cache": skips})

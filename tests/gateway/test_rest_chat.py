@@ -14,7 +14,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Say hello"}]
 
 
 async def test_an_answer_is_the_script_and_usage_counts_what_verify_said(world: World) -> None:
-    token_ids = world.verify.say("The capital of France is Paris 🙂.")
+    token_ids = world.verify.set_answer("The capital of France is Paris 🙂.")
     answer = await world.openai().chat.completions.create(model=MODEL, messages=HELLO)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content) == ("assistant", "The capital of France is Paris 🙂.")
@@ -31,7 +31,7 @@ async def test_an_answer_is_the_script_and_usage_counts_what_verify_said(world: 
 
 
 async def test_the_prompt_is_the_rendered_conversation(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
@@ -45,7 +45,7 @@ async def test_the_prompt_is_the_rendered_conversation(world: World) -> None:
 
 
 async def test_a_stream_is_role_deltas_reason_usage_done(world: World) -> None:
-    world.verify.say("Grüße aus 東京")
+    world.verify.set_answer("Grüße aus 東京")
     stream = await world.openai().chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
     )
@@ -60,7 +60,7 @@ async def test_a_stream_is_role_deltas_reason_usage_done(world: World) -> None:
 
 
 async def test_a_raw_stream_is_well_formed_and_ends_with_done(world: World) -> None:
-    world.verify.say("one two")
+    world.verify.set_answer("one two")
     body = {
         "messages": HELLO,
         "stream": True,
@@ -79,7 +79,7 @@ async def test_a_raw_stream_is_well_formed_and_ends_with_done(world: World) -> N
 
 async def test_n_answers_share_a_seed_and_differ_by_choice_index(world: World) -> None:
     verify = world.verify
-    verify.scripts = {i: [*verify.say(f"answer {i}"), 2] for i in range(3)}
+    verify.scripts = {i: [*verify.set_answer(f"answer {i}"), 2] for i in range(3)}
     answer = await world.openai().chat.completions.create(model=MODEL, messages=HELLO, n=3)
     assert [c.message.content for c in answer.choices] == ["answer 0", "answer 1", "answer 2"]
     assert [c.index for c in answer.choices] == [0, 1, 2]
@@ -93,7 +93,7 @@ async def test_n_answers_share_a_seed_and_differ_by_choice_index(world: World) -
 
 async def test_n_answers_stream_side_by_side(world: World) -> None:
     verify = world.verify
-    verify.scripts = {0: [*verify.say("short"), 2], 1: [*verify.say("a much longer answer, this one"), 2]}
+    verify.scripts = {0: [*verify.set_answer("short"), 2], 1: [*verify.set_answer("a much longer answer, this one"), 2]}
     stream = await world.openai().chat.completions.create(model=MODEL, messages=HELLO, n=2, stream=True)
     texts, reasons = ["", ""], {}
     async for chunk in stream:
@@ -109,7 +109,7 @@ async def test_n_answers_stream_side_by_side(world: World) -> None:
 async def test_a_stop_string_across_tokens_cuts_text_and_cancels_verify(world: World) -> None:
     verify = world.verify
     verify.round_size = 1
-    token_ids = verify.say("one two STOP three four five six seven eight")
+    token_ids = verify.set_answer("one two STOP three four five six seven eight")
     answer = await world.openai().chat.completions.create(model=MODEL, messages=HELLO, stop=["STOP", "zzz"])
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"
@@ -119,7 +119,7 @@ async def test_a_stop_string_across_tokens_cuts_text_and_cancels_verify(world: W
 
 
 async def test_max_tokens_ends_with_length(world: World) -> None:
-    world.verify.say("one two three four five")
+    world.verify.set_answer("one two three four five")
     for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
         answer = await world.openai().chat.completions.create(model=MODEL, messages=HELLO, **limit)  # type: ignore[call-overload]
         assert answer.choices[0].finish_reason == "length"
@@ -127,7 +127,7 @@ async def test_max_tokens_ends_with_length(world: World) -> None:
 
 
 async def test_logprobs_have_an_entry_for_each_token_of_the_text(world: World) -> None:
-    world.verify.say("Hi 🙂")
+    world.verify.set_answer("Hi 🙂")
     answer = await world.openai().chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -139,7 +139,7 @@ async def test_logprobs_have_an_entry_for_each_token_of_the_text(world: World) -
 
 
 async def test_sampling_fields_reach_verify_as_they_were_sent(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     extra = {
         "top_k": 5,
         "min_p": 0.1,
@@ -178,7 +178,7 @@ async def test_sampling_fields_reach_verify_as_they_were_sent(world: World) -> N
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/generate"])
 async def test_top_p_of_zero_keeps_the_likeliest_token(world: World, path: str) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     body = {"/generate": {"text": "x", "sampling_params": {"top_p": 0}}, "/v1/responses": {"input": "x", "top_p": 0}}
     answer = await world.http.post(path, json=body.get(path, {"messages": HELLO, "top_p": 0}))
     assert answer.status_code == 200 and answer.json().get("top_p", 0) == 0
@@ -186,11 +186,11 @@ async def test_top_p_of_zero_keeps_the_likeliest_token(world: World, path: str) 
 
 
 async def test_refusals_of_earlier_answers_are_text_for_the_template(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     parts = [{"type": "text", "text": "No, "}, {"type": "refusal", "refusal": "I may not."}]
-    said = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": None, "refusal": "Never."}]
+    answers = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": None, "refusal": "Never."}]
     client = world.openai()
-    await client.chat.completions.create(model=MODEL, messages=[*HELLO, *said, *HELLO])
+    await client.chat.completions.create(model=MODEL, messages=[*HELLO, *answers, *HELLO])
     item = {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": parts[1:]}
     await client.responses.create(model=MODEL, input=[*HELLO, item, *HELLO])
     prompts = [world.verify.tokenizer.decode(list(asked.prompt_token_ids)) for asked in world.verify.requests]
@@ -203,9 +203,9 @@ async def test_content_without_parts_is_an_empty_text(world: World) -> None:
     made = {"role": "assistant", "content": None, "tool_calls": [call]}
     found = {"role": "tool", "content": [], "tool_call_id": "1"}
     for content in ([], ""):
-        world.verify.say("ok")
-        said = {"role": "assistant", "content": content}
-        messages = [*HELLO, made, found | {"content": content}, said, *HELLO]
+        world.verify.set_answer("ok")
+        reply = {"role": "assistant", "content": content}
+        messages = [*HELLO, made, found | {"content": content}, reply, *HELLO]
         answer = await world.http.post("/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 200, answer.text
     with_list, with_text = world.verify.requests
@@ -213,7 +213,7 @@ async def test_content_without_parts_is_an_empty_text(world: World) -> None:
 
 
 async def test_a_message_of_an_answer_may_be_sent_back(world: World) -> None:
-    world.verify.say("first")
+    world.verify.set_answer("first")
     client = world.openai()
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     messages = [*HELLO, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
@@ -227,9 +227,9 @@ async def test_a_part_of_an_answer_may_repeat_its_message(world: World) -> None:
     rest = {"role": "assistant", "refusal": None, "reasoning_content": "Let me see.", "tool_calls": [call]}
     content = [{"type": "text", "text": "I look.", **rest}]
     found = {"role": "tool", "content": "x", "tool_call_id": "1"}
-    for said in ({"content": content}, {"content": "I look."}):
-        world.verify.say("ok")
-        messages = [*HELLO, {"role": "assistant", "tool_calls": [call], **said}, found]
+    for fields in ({"content": content}, {"content": "I look."}):
+        world.verify.set_answer("ok")
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call], **fields}, found]
         answer = await world.http.post("/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 200, answer.text
     repeated, plain = world.verify.requests

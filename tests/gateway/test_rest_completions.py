@@ -16,7 +16,7 @@ from gateway.openai.completions import Completion, CompletionBuilder
 
 async def test_every_form_of_prompt_is_taken(world: World) -> None:
     verify = world.verify
-    verify.say("ok")
+    verify.set_answer("ok")
     client = world.openai()
     ids = verify.tokenizer.encode("one two", add_special_tokens=True)
     forms: list[tuple[Any, list[list[int]]]] = [
@@ -36,7 +36,7 @@ async def test_every_form_of_prompt_is_taken(world: World) -> None:
 
 async def test_several_prompts_with_n_are_numbered_through(world: World) -> None:
     verify = world.verify
-    verify.scripts = {i: [*verify.say(f"answer {i}"), 2] for i in range(2)}
+    verify.scripts = {i: [*verify.set_answer(f"answer {i}"), 2] for i in range(2)}
     answer = await world.openai().completions.create(model=MODEL, prompt=["a", "b"], n=2)
     assert [(c.index, c.text) for c in answer.choices] == [
         (0, "answer 0"),
@@ -47,7 +47,7 @@ async def test_several_prompts_with_n_are_numbered_through(world: World) -> None
 
 
 async def test_a_stream_ends_with_reason_usage_and_done(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     stream = await world.openai().completions.create(
         model=MODEL, prompt="count", stream=True, stream_options={"include_usage": True}
     )
@@ -59,7 +59,7 @@ async def test_a_stream_ends_with_reason_usage_and_done(world: World) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_are_four_lists_of_one_length(world: World, stream: bool) -> None:
-    world.verify.say("Hi 🦜 there")
+    world.verify.set_answer("Hi 🦜 there")
     client = world.openai()
     if stream:
         chunks = [c async for c in await client.completions.create(model=MODEL, prompt="x", logprobs=2, stream=True)]
@@ -80,7 +80,7 @@ async def test_logprobs_are_four_lists_of_one_length(world: World, stream: bool)
 
 @pytest.mark.parametrize("echo", [False, True])
 async def test_completions_tell_token_ids(world: World, echo: bool) -> None:
-    ids = [*world.verify.say("Hi 🦜 there"), 2]
+    ids = [*world.verify.set_answer("Hi 🦜 there"), 2]
     prompt = [[5, 6, 7], [8, 9]]
     names = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     body: Any = {"model": MODEL, "prompt": prompt, "n": 2, "echo": echo, "logprobs": 1, "extra_body": names}
@@ -103,7 +103,7 @@ async def test_completions_tell_token_ids(world: World, echo: bool) -> None:
 async def test_a_thread_writes_only_those_events_that_show_a_long_prompt(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.verify.say("one two three four")
+    world.verify.set_answer("one two three four")
     world.verify.round_size = 1
     in_thread: list[bool] = []
     is_large = CompletionBuilder.is_large
@@ -121,7 +121,7 @@ async def test_a_thread_writes_only_those_events_that_show_a_long_prompt(
 
 
 async def test_responses_are_what_openapi_says(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "model": None}
     ChatCompletion.model_validate((await world.http.post("/v1/chat/completions", json=chat)).json())
     Completion.model_validate((await world.http.post("/v1/completions", json={"prompt": "x", "logprobs": 1})).json())

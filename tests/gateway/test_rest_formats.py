@@ -72,7 +72,7 @@ def asked(world: World) -> Grammar | None:
 
 
 async def test_every_form_reaches_verify_as_one_grammar(world: World) -> None:
-    world.verify.say("{}")
+    world.verify.set_answer("{}")
     bodies = [(CHAT, HELLO | form, want) for form, want in FORMS]
     bodies += [(COMPLETION, {"prompt": "hi"} | form, want) for form, want in FORMS]
     bodies += [(GENERATE, {"text": "hi", "sampling_params": form}, want) for form, want in SGLANG]
@@ -83,7 +83,7 @@ async def test_every_form_reaches_verify_as_one_grammar(world: World) -> None:
 
 
 async def test_the_grpc_door_takes_the_same(world: World) -> None:
-    world.verify.say("{}")
+    world.verify.set_answer("{}")
     for message, want in (
         (common_pb2.Grammar(json_object=True), ANY_OBJECT),
         (common_pb2.Grammar(json_schema=OF_SCHEMA.source), OF_SCHEMA),
@@ -97,7 +97,7 @@ async def test_the_grpc_door_takes_the_same(world: World) -> None:
 
 
 async def test_lists_of_different_entries_are_taken_and_not_held_to(world: World) -> None:
-    world.verify.say("{}")
+    world.verify.set_answer("{}")
     listed = {"type": "array", "items": {"type": "string", "format": "weird"}, "uniqueItems": True}
     for form in (wrapped(listed), {"guided_json": listed}):
         assert (await world.http.post(CHAT, json=HELLO | form)).status_code == 200
@@ -185,7 +185,7 @@ class Person(BaseModel):
 
 
 async def test_the_openai_client_parses_an_answer_into_its_model(world: World) -> None:
-    world.verify.say('{"name": "one", "age": 2}')
+    world.verify.set_answer('{"name": "one", "age": 2}')
     completion = await world.openai().chat.completions.parse(
         model="", messages=[{"role": "user", "content": "hi"}], response_format=Person
     )

@@ -50,7 +50,7 @@ async def test_a_wrong_method_or_path_is_told_in_openais_shape(world: World) -> 
 
 
 async def test_a_slash_at_the_end_changes_nothing(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     answer = await world.http.post("/v1/completions/", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "ok")
     for path in ("/v1/models", "/health", f"/v1/models/{MODEL}"):
@@ -89,7 +89,7 @@ def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
 
 async def test_a_stream_without_news_gets_comments_that_clients_skip(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, keep_alive_seconds=0.05) as world:
-        verify.say("one two")
+        verify.set_answer("one two")
         verify.slow_prompt = asyncio.Event()
         body = {"prompt": "a b c", "stream": True, "echo": True, "logprobs": 0}
         async with world.http.stream("POST", "/v1/completions", json=body) as response:
@@ -114,7 +114,7 @@ async def test_a_stream_without_news_gets_comments_that_clients_skip(verify: Scr
 
 async def test_a_client_that_leaves_between_comments_ends_its_answer(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, keep_alive_seconds=0.05) as world:
-        verify.say("one two three")
+        verify.set_answer("one two three")
         verify.gate = asyncio.Event()
         async with world.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
             text = ""
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_between_comments_ends_its_answer(verify: Scr
 
 async def test_an_error_behind_a_comment_is_an_event(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, keep_alive_seconds=0.05) as world:
-        verify.say("one two three")
+        verify.set_answer("one two three")
         verify.gate = asyncio.Event()
         verify.fail_after = 2
         text = ""
@@ -142,7 +142,7 @@ async def test_an_error_behind_a_comment_is_an_event(verify: ScriptedVerify, tmp
 
 
 async def test_a_stream_that_fails_before_its_first_event_has_the_status_of_the_error(world: World) -> None:
-    world.verify.say("🙂")
+    world.verify.set_answer("🙂")
     world.verify.round_size = world.verify.fail_after = 1  # the first token is a part of a character, without text
     response = await world.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
@@ -163,7 +163,7 @@ async def test_answers_bear_the_date(world: World) -> None:
 
 
 async def test_requests_carry_an_id_back(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     given = await world.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1" and given.json()["id"].startswith("cmpl-")
     made = await world.http.get("/v1/models/other", headers={"x-request-id": "not fit\tfor a log"})
@@ -181,6 +181,6 @@ async def test_models_are_told_as_load_generators_read_them(world: World) -> Non
 
 
 async def test_harmless_fields_are_taken(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     body = {"prompt": "x", "user": "u-1", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     assert (await world.http.post("/v1/completions", json=body)).status_code == 200

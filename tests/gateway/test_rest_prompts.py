@@ -52,7 +52,7 @@ async def complete(world: World, **body: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_an_echo_begins_with_the_prompt_and_its_logprobs(world: World, as_ids: bool) -> None:
-    world.verify.say("Hi")
+    world.verify.set_answer("Hi")
     ids = world.verify.tokenizer.encode(PROMPT, add_special_tokens=False)
     answer = await complete(world, prompt=ids if as_ids else PROMPT, echo=True, logprobs=2, max_tokens=4)
     choice = answer["choices"][0]
@@ -82,7 +82,7 @@ async def test_a_client_that_scores_finds_the_continuation_and_whether_it_is_gre
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 async def test_a_prompt_alone_is_scored_with_a_limit_of_0(world: World, limit: str) -> None:
-    world.verify.say("never shown")
+    world.verify.set_answer("never shown")
     answer = await complete(world, prompt=[9, 8, 7], echo=True, logprobs=1, **{limit: 0})
     choice = answer["choices"][0]
     assert len(choice["logprobs"]["tokens"]) == 3 and choice["finish_reason"] == "length"
@@ -94,7 +94,7 @@ async def test_a_prompt_alone_is_scored_with_a_limit_of_0(world: World, limit: s
 
 
 async def test_a_streamed_echo_is_the_whole_one_in_pieces(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     asked: dict[str, Any] = {"prompt": ["a b", "c"], "echo": True, "logprobs": 1, "n": 2}
     whole = await complete(world, **asked)
     stream = await world.openai().completions.create(model=MODEL, stream=True, **asked)
@@ -119,7 +119,7 @@ async def test_other_requests_are_served_while_a_long_prompt_is_described(
 ) -> None:
     verify.context_length = 40_000
     async with open_world(verify, tmp_path) as world:
-        verify.say("ok")
+        verify.set_answer("ok")
         answered_meanwhile = 0
         body = {"prompt": [5] * 20_000, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": stream}
         long = asyncio.create_task(world.http.post("/v1/completions", json=body))
@@ -162,14 +162,14 @@ async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: S
 
 
 async def test_an_echo_without_logprobs_asks_verify_for_none(world: World) -> None:
-    world.verify.say("b")
+    world.verify.set_answer("b")
     answer = await complete(world, prompt="a", echo=True)
     assert answer["choices"][0]["text"] == "ab" and answer["choices"][0]["logprobs"] is None
     assert not world.verify.requests[-1].HasField("num_prompt_logprobs")
 
 
 async def test_prompt_logprobs_have_vllms_shape_on_both_routes(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     answer = await complete(world, prompt=[9, 8, 7], prompt_logprobs=1)
     first, second, third = answer["choices"][0]["prompt_logprobs"]
     assert first is None
@@ -186,7 +186,7 @@ async def test_prompt_logprobs_have_vllms_shape_on_both_routes(world: World) -> 
 
 
 async def test_echo_and_prompt_logprobs_each_tell_as_many_as_they_were_asked_for(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     answer = await complete(world, prompt=[9, 8, 7], echo=True, logprobs=1, prompt_logprobs=3)
     assert world.verify.requests[-1].num_prompt_logprobs == 3
     choice = answer["choices"][0]
@@ -210,7 +210,7 @@ async def test_texts_and_tokens_go_both_ways_in_vllms_shapes(world: World) -> No
 
 
 async def test_messages_are_tokenized_as_chat_would_read_them(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     messages = [{"role": "user", "content": "Hi"}]
     await world.http.post("/v1/chat/completions", json={"messages": messages})
     read = list(world.verify.requests[-1].prompt_token_ids)
@@ -231,7 +231,7 @@ async def test_long_conversations_are_rendered_beside_the_event_loop(
         inline.append(threading.current_thread() is threading.main_thread())
         return "x"
 
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     monkeypatch.setattr(ChatTemplate, "render", render)
     body = {"messages": [{"role": "user", "content": ""} | message] * (1 if message else 200)}
     for path in ("/v1/chat/completions", "/tokenize"):
@@ -250,7 +250,7 @@ async def test_others_run_between_the_prompts_of_one_request(world: World, monke
             turns += 1
             await asyncio.sleep(0)
 
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     encode = Tokenizer.encode
 
     def counted(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
@@ -295,7 +295,7 @@ async def test_an_overflow_is_known_by_its_code_and_by_the_text_of_the_exception
 
 
 async def test_openais_client_tries_again_when_told_to(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     world.verify.failures = [OverloadedError("the queue holds 64 requests", retry_after=0.1)]
     answer = await world.openai(max_retries=1).completions.create(model=MODEL, prompt="x")
     assert answer.choices[0].text == "ok" and len(world.verify.requests) == 2

@@ -39,7 +39,7 @@ def thinking_folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 async def thinker(thinking_folder: Path, tmp_path: Path) -> AsyncIterator[World]:
     verify = ScriptedVerify(thinking_folder)
-    verify.say(ANSWER)
+    verify.set_answer(ANSWER)
     async with open_world(verify, tmp_path) as running:
         yield running
 
@@ -95,7 +95,7 @@ async def test_an_answer_cut_off_while_it_thinks_has_no_content(thinker: World) 
 
 
 async def test_values_go_to_the_template_and_say_where_the_answer_begins(thinker: World) -> None:
-    thinker.verify.say("short</think> Yes")
+    thinker.verify.set_answer("short</think> Yes")
     answer = await ask(thinker, extra_body={"chat_template_kwargs": {"prefix": "<think>\n"}}, reasoning_effort="high")
     assert prompt(thinker).endswith("[assistant]effort=high<think>\n")
     assert (answer.choices[0].message.reasoning_content, answer.choices[0].message.content) == ("short", "Yes")
@@ -117,20 +117,20 @@ async def test_earlier_reasoning_goes_to_the_template(thinker: World, name: str)
 
 @pytest.mark.parametrize("prefix", ["", "<think>\n"])
 async def test_a_form_comes_behind_the_reasoning(thinker: World, prefix: str) -> None:
-    thinker.verify.say(f'{"" if prefix else "<think>"}short</think>\n\n{{"a": 1}}')
+    thinker.verify.set_answer(f'{"" if prefix else "<think>"}short</think>\n\n{{"a": 1}}')
     template = {"chat_template_kwargs": {"prefix": prefix}}
     answer = await ask(thinker, response_format={"type": "json_object"}, extra_body=template)
     assert (answer.choices[0].message.reasoning_content, answer.choices[0].message.content) == ("short", '{"a": 1}')
-    told = await thinker.openai().responses.create(
+    response = await thinker.openai().responses.create(
         model=MODEL, input="x", text={"format": {"type": "json_object"}}, extra_body=template
     )
-    assert [item.type for item in told.output] == ["reasoning", "message"] and told.output_text == '{"a": 1}'
+    assert [item.type for item in response.output] == ["reasoning", "message"] and response.output_text == '{"a": 1}'
     assert all(request.grammar.WhichOneof("kind") == "ebnf" for request in thinker.verify.requests)
 
 
 @pytest.mark.parametrize("more", [{"separate_reasoning": False}, {"chat_template_kwargs": {"enable_thinking": False}}])
 async def test_without_reasoning_a_form_holds_from_the_first_token(thinker: World, more: dict[str, Any]) -> None:
-    thinker.verify.say('{"a": 1}')
+    thinker.verify.set_answer('{"a": 1}')
     answer = await ask(thinker, response_format={"type": "json_object"}, extra_body=more)
     assert answer.choices[0].message.content == '{"a": 1}' and thinker.verify.requests[-1].grammar.json_object
 
@@ -189,10 +189,10 @@ async def test_grpc_has_it_where_it_is_asked_for(thinker: World) -> None:
 async def test_without_a_parser_or_a_template_that_thinks_all_is_content(
     thinking_folder: Path, tmp_path: Path, world: World
 ) -> None:
-    world.verify.say(ANSWER)
+    world.verify.set_answer(ANSWER)
     assert (await ask(world)).choices[0].message.content == ANSWER
     verify = ScriptedVerify(thinking_folder)
-    verify.say(ANSWER)
+    verify.set_answer(ANSWER)
     (tmp_path / "none").mkdir()
     async with open_world(verify, tmp_path / "none", reasoning_parser="none") as none:
         assert (await ask(none)).choices[0].message.content == ANSWER
@@ -210,7 +210,7 @@ async def test_special_tokens_as_markers_are_seen(
         tokenizer["added_tokens"].append(entry)
     path.write_text(json.dumps(tokenizer))
     verify = ScriptedVerify(thinking_folder)
-    verify.say("[THINK]hm[/THINK]Yes")
+    verify.set_answer("[THINK]hm[/THINK]Yes")
     async with open_world(verify, tmp_path, reasoning_parser="mistral") as running:
         message = (await ask(running)).choices[0].message
         assert (message.reasoning_content, message.content) == ("hm", "Yes")

@@ -25,7 +25,7 @@ async def thinker(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[World
     folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
     verify = ScriptedVerify(folder)
-    verify.say("<think>\nGreet 東京.\n</think>\n\nHello!")
+    verify.set_answer("<think>\nGreet 東京.\n</think>\n\nHello!")
     async with open_world(verify, tmp_path) as running:
         yield running
 
@@ -40,7 +40,7 @@ def prompt(world: World) -> str:
 
 
 async def test_a_text_is_answered_by_a_message(world: World) -> None:
-    token_ids = world.verify.say("Paris 🙂.")
+    token_ids = world.verify.set_answer("Paris 🙂.")
     answer = await world.openai().responses.create(
         model=MODEL, input="Where?", instructions="Be brief.", temperature=0.5, max_output_tokens=50, store=False
     )
@@ -56,7 +56,7 @@ async def test_a_text_is_answered_by_a_message(world: World) -> None:
 
 
 async def test_a_stream_is_the_sequence_that_the_client_expects(world: World) -> None:
-    world.verify.say("Grüße aus 東京")
+    world.verify.set_answer("Grüße aus 東京")
     async with world.openai().responses.stream(model=MODEL, input="x") as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
@@ -81,7 +81,7 @@ async def test_a_stream_is_the_sequence_that_the_client_expects(world: World) ->
 
 
 async def test_raw_events_are_named_and_end_without_done(world: World) -> None:
-    world.verify.say("one")
+    world.verify.set_answer("one")
     response = await world.http.post("/v1/responses", json={"input": "x", "stream": True, "trace": True})
     events = [part.split("\n") for part in response.text.strip().split("\n\n")]
     for name, data in events:
@@ -92,7 +92,7 @@ async def test_raw_events_are_named_and_end_without_done(world: World) -> None:
 
 
 async def test_an_answer_that_fails_ends_with_an_event_that_says_so(world: World) -> None:
-    world.verify.say("one two three four")
+    world.verify.set_answer("one two three four")
     world.verify.fail_after = 2
     response = await world.http.post("/v1/responses", json={"input": "x", "stream": True})
     events = [part.split("\n") for part in response.text.strip().split("\n\n")]
@@ -145,19 +145,19 @@ async def test_log_probabilities_of_the_text_are_told_where_included(thinker: Wo
     include = ["reasoning.encrypted_content", "message.output_text.logprobs"]
     included: Any = asked | {"include": include, "top_logprobs": 2}
     for thought, text in (("", "Grüße aus 東京"), ("<think>\nGreet.\n</think>", "Hello!")):
-        thinker.verify.say(thought + text)
+        thinker.verify.set_answer(thought + text)
         part: Any = (await client.create(**included)).output[-1].content[0]
         assert (spelled(part.logprobs), part.text) == (text, text)
         assert all(len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in part.logprobs)
         events: list[Any] = [event async for event in await client.create(**included, stream=True)]
-        told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
         done = next(event for event in events if event.type == "response.output_text.done")
         last = events[-1].response.output[-1].content[0]
         assert last == part
-        assert all([one.to_dict() for one in same] == part.to_dict()["logprobs"] for same in (told, done.logprobs))
+        assert all([one.to_dict() for one in same] == part.to_dict()["logprobs"] for same in (streamed, done.logprobs))
         plain: Any = await client.create(**asked)
         assert plain.output[-1].content[0].logprobs == []
-    thinker.verify.say("one two three")
+    thinker.verify.set_answer("one two three")
     cut: Any = await client.create(**included | {"extra_body": {"stop": [" three"]}})
     assert cut.output_text == "one two" and spelled(cut.output[0].content[0].logprobs) == "one two three"
 
@@ -166,7 +166,7 @@ async def test_log_probabilities_of_the_text_are_told_where_included(thinker: Wo
 async def test_log_probabilities_begin_with_the_text_though_a_stop_string_holds_some_back(
     thinker: World, thought: str
 ) -> None:
-    thinker.verify.say(f"{thought}a a a")
+    thinker.verify.set_answer(f"{thought}a a a")
     thinker.verify.round_size = 2
     include: Any = ["message.output_text.logprobs"]
     asked: Any = {"input": "x", "include": include, "extra_body": {"stop": ["a banana!"]}}
@@ -175,7 +175,7 @@ async def test_log_probabilities_begin_with_the_text_though_a_stop_string_holds_
 
 
 async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
-    world.verify.say("one two three four")
+    world.verify.set_answer("one two three four")
     client = world.openai()
     answer = await client.responses.create(model=MODEL, input="x", max_output_tokens=2)
     assert answer.status == "incomplete" and answer.incomplete_details is not None
@@ -186,7 +186,7 @@ async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
 
 
 async def test_what_ends_an_answer_is_as_in_chat(world: World) -> None:
-    world.verify.say("one two three four five six")
+    world.verify.set_answer("one two three four five six")
     # As guidellm asks, so that each answer has as many tokens as it wants.
     steady = {"input": "x", "max_output_tokens": 4, "ignore_eos": True, "stream": True}
     response = await world.http.post("/v1/responses", json=steady)
@@ -197,7 +197,7 @@ async def test_what_ends_an_answer_is_as_in_chat(world: World) -> None:
 
 
 async def test_a_form_is_parsed_by_the_client(world: World) -> None:
-    world.verify.say('{"name": "Ada"}')
+    world.verify.set_answer('{"name": "Ada"}')
     answer = await world.openai().responses.parse(model=MODEL, input="x", text_format=Person)
     assert answer.output_parsed == Person(name="Ada")
     assert '"name"' in world.verify.requests[-1].grammar.json_schema
@@ -206,7 +206,7 @@ async def test_a_form_is_parsed_by_the_client(world: World) -> None:
 
 
 async def test_an_answer_without_text_is_an_empty_message(world: World) -> None:
-    world.verify.say("")
+    world.verify.set_answer("")
     client = world.openai()
     assert (await client.responses.create(model=MODEL, input="x")).output[0].type == "message"
     events = [event async for event in await client.responses.create(model=MODEL, input="x", stream=True)]
@@ -237,7 +237,7 @@ async def caller(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[World]
         yield running
 
 
-def told(item: Any) -> tuple[str, str, str]:
+def summary(item: Any) -> tuple[str, str, str]:
     if item.type == "function_call":
         return item.type, item.name, item.arguments
     return item.type, item.status, "".join(part.text for part in item.content)
@@ -245,7 +245,7 @@ def told(item: Any) -> tuple[str, str, str]:
 
 async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(caller: World) -> None:
     calls = f"<tool_call>{ROME}</tool_call>\n<tool_call>{NOON}</tool_call>"
-    caller.verify.say(f"<think>Both.</think>Let me see.\n{calls} Done.")
+    caller.verify.set_answer(f"<think>Both.</think>Let me see.\n{calls} Done.")
     client = caller.openai().responses
     asked: Any = {"model": MODEL, "tools": FUNCTIONS}
     whole = await client.create(input="x", **asked)
@@ -256,7 +256,7 @@ async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(call
         ("function_call", "now", "{}"),
         ("message", "completed", "\n\n Done."),
     ]
-    assert list(map(told, whole.output)) == items and whole.status == "completed"
+    assert list(map(summary, whole.output)) == items and whole.status == "completed"
     assert len({item.id for item in whole.output}) == 5 and prompt(caller) == "weather now [user]x[assistant]"
     assert [(tool.type, tool.name, tool.strict) for tool in whole.tools] == [  # type: ignore[union-attr]
         ("function", "weather", True),
@@ -265,7 +265,7 @@ async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(call
     async with client.stream(input="x", **asked) as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
-    assert list(map(told, final.output)) == items
+    assert list(map(summary, final.output)) == items
     done: dict[int, Any] = {event.output_index: event.item for event in events if "item.done" in event.type}
     news = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert len(news) > 3 and {event.output_index for event in news} == {2, 3}
@@ -302,7 +302,7 @@ async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(call
 
 @pytest.mark.parametrize("round_size", [2, 20, 24, 28, 30, 100])
 async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size: int) -> None:
-    caller.verify.say(f"One. <tool_call>{ROME}</tool_call> Two. <tool_call>{NOON}</tool_call> Three.")
+    caller.verify.set_answer(f"One. <tool_call>{ROME}</tool_call> Two. <tool_call>{NOON}</tool_call> Three.")
     caller.verify.round_size = round_size
     client = caller.openai().responses
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS, "include": ["message.output_text.logprobs"]}
@@ -312,7 +312,7 @@ async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size:
             pass
         final = await stream.get_final_response()
     for answer in (whole, final):
-        assert list(map(told, answer.output)) == [
+        assert list(map(summary, answer.output)) == [
             ("message", "completed", "One."),
             ("function_call", "weather", '{"city": "Rome é"}'),
             ("message", "completed", "  Two."),
@@ -325,39 +325,43 @@ async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size:
 
 
 async def test_log_probabilities_of_a_message_behind_a_call_begin_with_it(caller: World) -> None:
-    caller.verify.say(f"<tool_call>{NOON}</tool_call>a a a")
+    caller.verify.set_answer(f"<tool_call>{NOON}</tool_call>a a a")
     caller.verify.round_size = 2
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS, "include": ["message.output_text.logprobs"]}
     answer: Any = await caller.openai().responses.create(**asked, extra_body={"stop": ["a banana!"]})
     assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "a a a"
-    caller.verify.say(f"<tool_call>{NOON}</tool_call>one<tool_call>{NOON}</tool_call>two<tool_call>{NOON}</tool_call>")
+    caller.verify.set_answer(
+        f"<tool_call>{NOON}</tool_call>one<tool_call>{NOON}</tool_call>two<tool_call>{NOON}</tool_call>"
+    )
     answer = await caller.openai().responses.create(**asked, parallel_tool_calls=False)
     assert answer.output_text == spelled(answer.output[-1].content[0].logprobs) == "onetwo"
 
 
-@pytest.mark.parametrize(("thought", "told"), [("<think>", ""), ("<think></think>", ""), ("<think></think>two", "two")])
-async def test_an_empty_message_has_no_log_probabilities_of_reasoning(caller: World, thought: str, told: str) -> None:
-    caller.verify.say(thought)
+@pytest.mark.parametrize(
+    ("thought", "scored"), [("<think>", ""), ("<think></think>", ""), ("<think></think>two", "two")]
+)
+async def test_an_empty_message_has_no_log_probabilities_of_reasoning(caller: World, thought: str, scored: str) -> None:
+    caller.verify.set_answer(thought)
     asked: Any = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"]}
     answer: Any = await caller.openai().responses.create(**asked, extra_body={"stop": ["two"]})
-    assert (answer.output_text, spelled(answer.output[-1].content[0].logprobs)) == ("", told)
+    assert (answer.output_text, spelled(answer.output[-1].content[0].logprobs)) == ("", scored)
 
 
 async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None:
     client = caller.openai().responses
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}
-    caller.verify.say(ROME)
+    caller.verify.set_answer(ROME)
     named = {"type": "function", "name": "weather"}
     choices: list[Any] = ["required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}]
     for choice in choices:
         answer = await client.create(tool_choice=choice, **asked)  # type: ignore[call-overload]
-        assert list(map(told, answer.output)) == [("function_call", "weather", '{"city": "Rome é"}')]
+        assert list(map(summary, answer.output)) == [("function_call", "weather", '{"city": "Rome é"}')]
         assert prompt(caller).endswith("<tool_call>\n")
         sent = answer.tool_choice if isinstance(choice, str) else answer.tool_choice.to_dict()
         assert sent == choice and "city" in caller.verify.requests[-1].grammar.json_schema
     cut = await client.create(tool_choice="required", max_output_tokens=40, **asked)
     assert (cut.status, cut.output[0].type, cut.output[0].status) == ("incomplete", "function_call", "incomplete")
-    caller.verify.say(f"<tool_call>{NOON}</tool_call>" * 2)
+    caller.verify.set_answer(f"<tool_call>{NOON}</tool_call>" * 2)
     one = await client.create(parallel_tool_calls=False, **asked)
     assert len(one.output) == 1 and caller.verify.requests[-1].grammar.ebnf  # one of them is strict
     none = await client.create(tool_choice="none", **asked)
@@ -365,7 +369,7 @@ async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None
 
 
 async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
-    caller.verify.say('<tool_call>{"name": "Person", "arguments": {"name": "Ada"}}</tool_call>')
+    caller.verify.set_answer('<tool_call>{"name": "Person", "arguments": {"name": "Ada"}}</tool_call>')
     tool = openai.pydantic_function_tool(Person)["function"]
     answer = await caller.openai().responses.parse(
         model=MODEL,
@@ -453,7 +457,7 @@ async def test_metadata_beyond_openai_s_limits_is_refused(world: World, metadata
 
 
 async def test_metadata_within_openai_s_limits_is_told_again(world: World) -> None:
-    world.verify.say("Hello!")
+    world.verify.set_answer("Hello!")
     metadata = {f"{number:064}": "\N{WORLD MAP}" * 512 for number in range(16)}
     answer = await world.openai().responses.create(model=MODEL, input="x", metadata=metadata)
     assert answer.metadata == metadata

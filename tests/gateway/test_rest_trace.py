@@ -42,7 +42,7 @@ def check(trace: Any, token_ids: list[int]) -> None:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 async def test_a_whole_answer_is_traced_on_request_only(world: World, path: str, body: dict[str, Any]) -> None:
-    ids = world.verify.say("one two three four")
+    ids = world.verify.set_answer("one two three four")
     world.verify.round_size = 3
     plain = (await world.http.post(path, json=body)).json()
     assert "trace" not in json.dumps(plain) and not world.verify.requests[-1].trace
@@ -53,7 +53,7 @@ async def test_a_whole_answer_is_traced_on_request_only(world: World, path: str,
 
 @pytest.mark.parametrize(("path", "body"), ROUTES[:2])
 async def test_events_trace_their_own_tokens(world: World, path: str, body: dict[str, Any]) -> None:
-    ids = world.verify.say("one two three four")
+    ids = world.verify.set_answer("one two three four")
     world.verify.round_size = 3
     response = await world.http.post(path, json=body | {"trace": True, "stream": True})
     data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -64,7 +64,7 @@ async def test_events_trace_their_own_tokens(world: World, path: str, body: dict
 
 
 async def test_sglangs_events_trace_what_is_new(world: World) -> None:
-    ids = world.verify.say("one two three four")
+    ids = world.verify.set_answer("one two three four")
     world.verify.round_size = 3
     response = await world.http.post("/generate", json={"text": "x", "trace": True, "stream": True})
     data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -73,7 +73,7 @@ async def test_sglangs_events_trace_what_is_new(world: World) -> None:
 
 
 async def test_openais_client_reads_the_trace_as_an_extra_field(world: World) -> None:
-    ids = world.verify.say("one two")
+    ids = world.verify.set_answer("one two")
     stream = await world.openai().chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True, extra_body={"trace": True}
     )
@@ -85,7 +85,7 @@ async def test_openais_client_reads_the_trace_as_an_extra_field(world: World) ->
 
 
 async def test_a_stop_string_cuts_the_traced_tokens(world: World) -> None:
-    world.verify.say("one two three four")
+    world.verify.set_answer("one two three four")
     world.verify.round_size = 8
     answer = (await world.http.post("/v1/completions", json={"prompt": "x", "stop": "three", "trace": True})).json()
     choice = answer["choices"][0]
@@ -95,7 +95,7 @@ async def test_a_stop_string_cuts_the_traced_tokens(world: World) -> None:
 
 
 async def test_grpc_tells_trees_and_prompt_logprobs(world: World) -> None:
-    ids = world.verify.say("one two")
+    ids = world.verify.set_answer("one two")
     request = gateway_pb2.GatewayServiceGenerateRequest(
         prompt_token_ids=gateway_pb2.TokenIds(ids=[9, 8, 7, 6]), trace=True, num_prompt_logprobs=2
     )
@@ -113,7 +113,7 @@ async def test_grpc_tells_trees_and_prompt_logprobs(world: World) -> None:
 
 
 async def test_speculation_is_switched_by_request_at_both_doors(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     for path, body in ROUTES:
         for value, disabled in (("off", True), ("on", False), (None, False)):
             assert (await world.http.post(path, json=body | {"speculation": value})).status_code == 200

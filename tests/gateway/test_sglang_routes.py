@@ -27,7 +27,7 @@ async def events(world: World, **body: Any) -> list[Any]:
 
 
 async def test_a_text_is_answered_with_text_ids_and_meta(world: World) -> None:
-    ids = world.verify.say("one two")
+    ids = world.verify.set_answer("one two")
     params = {"max_new_tokens": 9, "temperature": 0.5, "top_k": -1, "stop": None, "sampling_seed": 4}
     answer = await generate(world, text="count", sampling_params=params, rid="mine")
     assert answer["text"] == "one two" and answer["output_ids"] == [*ids, EOS]
@@ -40,7 +40,7 @@ async def test_a_text_is_answered_with_text_ids_and_meta(world: World) -> None:
 
 
 async def test_defaults_are_sglangs(world: World) -> None:
-    world.verify.say("x" * 9, eos=False)
+    world.verify.set_answer("x" * 9, eos=False)
     answer = await generate(world, input_ids=[5, 6, 7])
     assert world.verify.requests[-1].max_tokens == 128 and list(world.verify.requests[-1].prompt_token_ids) == [5, 6, 7]
     assert answer["meta_info"]["finish_reason"] == {
@@ -50,7 +50,7 @@ async def test_defaults_are_sglangs(world: World) -> None:
 
 
 async def test_a_batch_and_several_answers_are_lists(world: World) -> None:
-    world.verify.scripts = {i: [*world.verify.say(f"answer {i}"), EOS] for i in range(2)}
+    world.verify.scripts = {i: [*world.verify.set_answer(f"answer {i}"), EOS] for i in range(2)}
     batch = await generate(world, input_ids=[[5], [6, 7]], sampling_params={"n": 2})
     assert [answer["text"] for answer in batch] == ["answer 0", "answer 1"] * 2
     assert [answer["meta_info"]["prompt_tokens"] for answer in batch] == [1, 1, 2, 2]
@@ -60,7 +60,7 @@ async def test_a_batch_and_several_answers_are_lists(world: World) -> None:
 
 
 async def test_what_sglangs_own_programs_always_send_is_taken(world: World) -> None:
-    world.verify.say("one")
+    world.verify.set_answer("one")
     # Its frontend names every parameter, and its load generator what it does not want.
     params = {"max_new_tokens": 8, "min_new_tokens": 0, "n": 1, "stop": [], "stop_token_ids": [], "stop_regex": [],
               "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
@@ -73,7 +73,7 @@ async def test_what_sglangs_own_programs_always_send_is_taken(world: World) -> N
 
 
 async def test_each_prompt_may_have_sampling_of_its_own(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     each = [{"max_new_tokens": 2, "temperature": 0}, {"n": 2, "stop": "two", "temperature": 0.5, "regex": "a"}]
     for prompts in ({"text": ["a", "b"]}, {"input_ids": [[5], [6]]}):
         world.verify.requests.clear()
@@ -86,7 +86,7 @@ async def test_each_prompt_may_have_sampling_of_its_own(world: World) -> None:
 
 
 async def test_each_prompt_may_have_an_id_and_logprobs_of_its_own(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     each = {
         "rid": ["first", "second", "third"],
         "return_logprob": [False, True, True],
@@ -96,8 +96,8 @@ async def test_each_prompt_may_have_an_id_and_logprobs_of_its_own(world: World) 
     for more in ({}, {"stream": True}):
         body = {"input_ids": [[5], [6, 7], [8, 9, 10]], "sampling_params": [{"n": 2}, {}, {}]} | each | more
         if more:
-            told = {event["index"]: event for event in await events(world, **body)}
-            answers = [told[index] for index in range(4)]
+            by_index = {event["index"]: event for event in await events(world, **body)}
+            answers = [by_index[index] for index in range(4)]
         else:
             answers = await generate(world, **body)
         metas = [answer["meta_info"] for answer in answers]
@@ -141,7 +141,7 @@ async def test_what_is_wrong_with_one_of_several_has_its_place(world: World) -> 
 
 
 async def test_events_hold_the_text_so_far(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     got = await events(world, text="count")
     texts = [event["text"] for event in got]
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
@@ -187,13 +187,13 @@ async def test_events_that_came_seldom_trace_all_that_is_new(verify: ScriptedVer
 
 
 async def test_a_stop_string_is_named(world: World) -> None:
-    world.verify.say("one two three")
+    world.verify.set_answer("one two three")
     answer = await generate(world, text="count", sampling_params={"stop": ["three", "two"]})
     assert answer["text"] == "one " and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "two"}
 
 
 async def test_logprobs_are_triples_of_value_id_and_text(world: World) -> None:
-    ids = world.verify.say("ok")
+    ids = world.verify.set_answer("ok")
     body = {"input_ids": [9, 8, 7, 6], "return_logprob": True, "top_logprobs_num": 2}
     meta = (await generate(world, **body))["meta_info"]
     assert meta["input_token_logprobs"] == [] and [entry[1] for entry in meta["output_token_logprobs"]] == [*ids, EOS]
@@ -209,7 +209,7 @@ async def test_logprobs_are_triples_of_value_id_and_text(world: World) -> None:
 
 async def test_choices_are_scored_without_an_answer(world: World) -> None:
     # As SGLang's own frontend compares choices.
-    world.verify.say("never shown")
+    world.verify.set_answer("never shown")
     answers = await generate(
         world,
         input_ids=[[9, 8], [9, 7]],
@@ -223,7 +223,7 @@ async def test_choices_are_scored_without_an_answer(world: World) -> None:
 
 
 async def test_the_model_and_its_health_are_told(world: World) -> None:
-    world.verify.say("ok")
+    world.verify.set_answer("ok")
     info = (await world.http.get("/get_model_info")).json()
     assert info["model_path"] == MODEL and info["is_generation"] is True
     assert (await world.http.get("/model_info")).json() == info
@@ -238,7 +238,7 @@ async def test_the_model_and_its_health_are_told(world: World) -> None:
 async def test_the_mean_accept_length_is_told(world: World) -> None:
     found = (await world.http.get("/server_info")).json()
     assert found["model_path"] == MODEL and found["internal_states"] == [{"avg_spec_accept_length": 0.0}]
-    token_ids = world.verify.say("an answer of several rounds")
+    token_ids = world.verify.set_answer("an answer of several rounds")
     answer = await world.http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 100}})
     assert answer.status_code == 200
     num_tokens = len(token_ids) + 1  # the end, too

@@ -42,7 +42,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 async def test_every_key_opens_both_doors_and_no_other_does(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, api_key_file=keys) as world:
         for key, status in (("key-alpha", 200), ("key-beta", 200), ("key-gamma", 401), ("# clients", 401)):
             assert (await post(world, key)).status_code == status
@@ -57,7 +57,7 @@ async def test_every_key_opens_both_doors_and_no_other_does(verify: ScriptedVeri
 
 
 async def test_a_key_is_added_and_revoked_without_a_restart(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, api_key_file=keys) as world:
         assert [(await post(world, key)).status_code for key in ("key-alpha", "key-gamma")] == [200, 401]
         keys.write_text("key-beta\nkey-gamma\n")
@@ -73,7 +73,7 @@ async def test_a_key_is_added_and_revoked_without_a_restart(verify: ScriptedVeri
 async def test_verify_learns_whom_a_request_is_for_but_neither_key_nor_name(
     verify: ScriptedVerify, tmp_path: Path, keys: Path
 ) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, api_key_file=keys) as world:
         await post(world, "key-alpha", user="ann")
         await post(world, "key-alpha", user="bob")
@@ -90,7 +90,7 @@ async def test_verify_learns_whom_a_request_is_for_but_neither_key_nor_name(
 async def test_a_tenant_is_a_key_or_keys_of_one_name_and_a_salt_narrows_it(
     verify: ScriptedVerify, tmp_path: Path, keys: Path
 ) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     keys.write_text("key-alpha\nkey-beta\nkey-gamma team\nkey-delta team\nkey-epsilon key-alpha\n")
     async with open_world(verify, tmp_path, api_key_file=keys) as world:
         found = {}
@@ -108,7 +108,7 @@ async def test_a_tenant_is_a_key_or_keys_of_one_name_and_a_salt_narrows_it(
 
 
 async def test_without_keys_all_are_one_tenant(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path) as world:
         await post(world, "anything")
         await post(world, "another", user="ann")
@@ -116,7 +116,7 @@ async def test_without_keys_all_are_one_tenant(verify: ScriptedVerify, tmp_path:
 
 
 async def test_with_one_key_only_the_user_counts(verify: ScriptedVerify, tmp_path: Path) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, api_key="key-alpha") as world:
         await post(world, "key-alpha")
         await post(world, "key-alpha", user="ann")
@@ -124,7 +124,7 @@ async def test_with_one_key_only_the_user_counts(verify: ScriptedVerify, tmp_pat
 
 
 async def test_a_flood_of_one_key_leaves_places_for_another(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
-    verify.say("one two three")
+    verify.set_answer("one two three")
     verify.gate = asyncio.Event()
     async with open_world(verify, tmp_path, api_key_file=keys, max_answers=8) as world:
         flood = [asyncio.create_task(post(world, "key-alpha")) for _ in range(12)]
@@ -172,7 +172,7 @@ def test_a_request_keeps_its_place_when_another_key_s_comes_in_before_its_answer
 async def test_what_no_key_can_ever_have_is_a_mistake_and_no_matter_of_time(
     verify: ScriptedVerify, tmp_path: Path, keys: Path
 ) -> None:
-    verify.say("ok")
+    verify.set_answer("ok")
     async with open_world(verify, tmp_path, api_key_file=keys, max_answers=8) as world:
         assert (await post(world, "key-alpha", n=6)).status_code == 200
         never = await post(world, "key-alpha", n=7)

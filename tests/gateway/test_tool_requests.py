@@ -74,7 +74,7 @@ def prompt(world: World) -> str:
 async def test_calls_of_every_format_come_back_whole_and_streamed(tmp_path: Path, form: str) -> None:
     verify = make_verify(tmp_path, form)
     async with open_world(verify, tmp_path) as world:
-        verify.say(WRITTEN[form])
+        verify.set_answer(WRITTEN[form])
         client = world.openai().chat.completions
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
         whole = (await client.create(**asked)).choices[0]
@@ -122,7 +122,7 @@ async def test_a_forced_call_begins_behind_its_opener_and_is_held_to_its_schema(
     verify = make_verify(tmp_path, form)
     async with open_world(verify, tmp_path) as world:
         body = WEATHER.replace("arguments", "parameters") if form == "llama3" else WEATHER
-        verify.say(f"[{body}]" if form == "mistral" else WEATHER_GEMMA if form == "gemma4" else body)
+        verify.set_answer(f"[{body}]" if form == "mistral" else WEATHER_GEMMA if form == "gemma4" else body)
         for choice, num_tools in (("required", 2), ({"type": "function", "function": {"name": "weather"}}, 1)):
             fields = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}
             response = await world.http.post(CHAT, json=fields)
@@ -153,7 +153,7 @@ async def test_a_forced_call_of_a_tool_that_is_not_strict_needs_no_schema_that_c
     ]
     asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "n": 2}
     verify = make_verify(tmp_path, "hermes")
-    verify.say('{"name": "exotic", "arguments": {"b": 1}}')
+    verify.set_answer('{"name": "exotic", "arguments": {"b": 1}}')
     async with open_world(verify, tmp_path) as world:
         answer = (await world.http.post(CHAT, json=asked)).json()["choices"][0]["message"]
         assert answer["tool_calls"][0]["function"] == {"name": "exotic", "arguments": '{"b": 1}'}
@@ -178,7 +178,7 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
     async with open_world(verify, tmp_path) as world:
         for tools, choice, is_held in ((TOOLS, "auto", False), (strict, "none", False), (strict, "auto", True)):
-            verify.say(WRITTEN[form])
+            verify.set_answer(WRITTEN[form])
             body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
             answer = (await world.http.post(CHAT, json=body)).json()["choices"][0]
             assert answer["finish_reason"] == ("stop" if choice == "none" else "tool_calls")
@@ -195,7 +195,7 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_of_the_tools_those_that_are_allowed_are_offered(tmp_path: Path, mode: str) -> None:
     async with open_world(make_verify(tmp_path, "hermes"), tmp_path) as world:
-        world.verify.say(NOW if mode == "required" else f"<tool_call>{NOW}</tool_call>")
+        world.verify.set_answer(NOW if mode == "required" else f"<tool_call>{NOW}</tool_call>")
         answer = await world.openai().chat.completions.create(
             model=MODEL,
             messages=HELLO,
@@ -213,7 +213,7 @@ async def test_of_the_tools_those_that_are_allowed_are_offered(tmp_path: Path, m
 @pytest.mark.parametrize("form", list(WRITTEN))
 async def test_tools_count_among_the_tokens_of_a_conversation(tmp_path: Path, form: str) -> None:
     async with open_world(make_verify(tmp_path, form), tmp_path) as world:
-        world.verify.say("ok")
+        world.verify.set_answer("ok")
         asked = {"messages": HELLO, "tools": TOOLS}
         assert (await world.http.post(CHAT, json=asked)).status_code == 200
         counted = (await world.http.post("/tokenize", json=asked)).json()
@@ -228,11 +228,11 @@ async def test_an_answer_has_its_form_or_calls_tools(tmp_path: Path, form: str) 
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked = {"messages": HELLO, "tools": TOOLS, "response_format": wanted}
     async with open_world(make_verify(tmp_path, form), tmp_path) as world:
-        world.verify.say('{"celsius": 21}')
-        (said,) = (await world.http.post(CHAT, json=asked)).json()["choices"]
-        assert (said["message"]["content"], said["finish_reason"]) == ('{"celsius": 21}', "stop")
+        world.verify.set_answer('{"celsius": 21}')
+        (choice,) = (await world.http.post(CHAT, json=asked)).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ('{"celsius": 21}', "stop")
         assert world.verify.requests[-1].grammar.WhichOneof("kind") == "ebnf"
-        world.verify.say(WRITTEN[form].removeprefix("Let me see.\n"))
+        world.verify.set_answer(WRITTEN[form].removeprefix("Let me see.\n"))
         (called,) = (await world.http.post(CHAT, json=asked)).json()["choices"]
         assert called["finish_reason"] == "tool_calls" and len(called["message"]["tool_calls"]) == 2
         found = InvalidRequestError("grammar.ebnf", "Invalid type", "send Lark", code="invalid_grammar")
@@ -240,7 +240,7 @@ async def test_an_answer_has_its_form_or_calls_tools(tmp_path: Path, form: str) 
         error = (await world.http.post(CHAT, json=asked)).json()["error"]
         assert error["param"] == "response_format.json_schema.schema" and "leave out what is not" in error["message"]
         # A call that is forced leaves no room for the form.
-        world.verify.say(WEATHER)
+        world.verify.set_answer(WEATHER)
         forced = await world.http.post(CHAT, json=asked | {"tool_choice": "required"})
         assert forced.status_code == 200 and "celsius" not in json.dumps(decoded_grammar(world))
 
@@ -251,7 +251,7 @@ async def answered(tmp_path: Path, form: str, messages: list[Any]) -> tuple[Any,
     folder.mkdir()
     verify = make_verify(folder, form)
     async with open_world(verify, folder) as world:
-        verify.say("21 degrees")
+        verify.set_answer("21 degrees")
         response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"], prompt(world)
@@ -267,8 +267,8 @@ async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Pat
         ("json", '[assistant] {"name": "weather", "arguments": {"city": "Rome"}}\n{"name": "now", "arguments": '
                  '"{broken"}\n[user] Result of weather: 21\n>'),
     ):  # fmt: skip
-        said, shown = await answered(tmp_path, form, messages)
-        assert said == {"role": "assistant", "content": "21 degrees", "refusal": None}
+        message, shown = await answered(tmp_path, form, messages)
+        assert message == {"role": "assistant", "content": "21 degrees", "refusal": None}
         assert shown.endswith(wanted)
         assert shown.startswith("{" if form == "hermes" else "[system] You may call functions.")
 
@@ -283,14 +283,14 @@ async def test_calls_as_a_template_without_tools_shows_them_are_calls_to_the_par
                 {"role": "tool", "tool_call_id": "c1", "content": "21"}]  # fmt: skip
     verify = make_verify(tmp_path, "json")
     async with open_world(verify, tmp_path, tool_call_parser=parser) as world:
-        verify.say("21 degrees")
+        verify.set_answer("21 degrees")
         asked = {"messages": messages, "tools": TOOLS}
         assert (await world.http.post(CHAT, json=asked)).status_code == 200
-        told, _, shown = prompt(world).partition("[assistant] ")
+        instructions, _, shown = prompt(world).partition("[assistant] ")
         written = shown.partition("\n[user] Result of weather: 21")[0]
         opening = written[: written.index("weather")].removesuffix('"')
-        assert f"{opening}its name" in told
-        verify.say(written)
+        assert f"{opening}its name" in instructions
+        verify.set_answer(written)
         choice = (await world.http.post(CHAT, json=asked)).json()["choices"][0]
         (read,) = choice["message"]["tool_calls"]
         assert choice["finish_reason"] == "tool_calls" and read["function"]["name"] == "weather"
@@ -303,7 +303,7 @@ async def test_arguments_of_many_levels_are_shown_in_every_format(tmp_path: Path
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a":' * 450 + "1" + "}" * 450}}
     messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]
     async with open_world(verify, tmp_path, tool_call_parser="gemma4") as world:
-        verify.say("21 degrees")
+        verify.set_answer("21 degrees")
         response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
         assert response.status_code == 200, response.text
         assert "<|tool_call>call:now{" in prompt(world)
@@ -311,7 +311,7 @@ async def test_arguments_of_many_levels_are_shown_in_every_format(tmp_path: Path
 
 async def test_a_parser_may_be_named_or_left_out(tmp_path: Path) -> None:
     verify = make_verify(tmp_path, "hermes")
-    verify.say(WRITTEN["json"])
+    verify.set_answer(WRITTEN["json"])
     async with open_world(verify, tmp_path, tool_call_parser="json") as world:
         answer = (await world.http.post(CHAT, json={"messages": HELLO, "tools": TOOLS})).json()["choices"][0]
         assert len(answer["message"]["tool_calls"]) == 2
@@ -327,7 +327,7 @@ async def test_a_parser_may_be_named_or_left_out(tmp_path: Path) -> None:
 
 async def test_a_call_that_is_cut_says_length(tmp_path: Path) -> None:
     verify = make_verify(tmp_path, "hermes")
-    verify.say(WRITTEN["hermes"])
+    verify.set_answer(WRITTEN["hermes"])
     async with open_world(verify, tmp_path) as world:
         fields = {"messages": HELLO, "tools": TOOLS, "max_tokens": 30, "n": 2}
         for choice in (await world.http.post(CHAT, json=fields)).json()["choices"]:
@@ -344,7 +344,7 @@ async def test_the_openai_client_parses_arguments_into_its_model(tmp_path: Path)
     import openai
 
     verify = make_verify(tmp_path, "hermes")
-    verify.say('{"name": "Weather", "arguments": {"city": "Rome"}}')
+    verify.set_answer('{"name": "Weather", "arguments": {"city": "Rome"}}')
     async with open_world(verify, tmp_path) as world:
         completion = await world.openai().chat.completions.parse(
             model=MODEL,
@@ -363,8 +363,8 @@ GRPC_TOOLS = [
 
 
 def grpc_request(*messages: gateway_pb2.ChatMessage, **fields: Any) -> gateway_pb2.GatewayServiceGenerateRequest:
-    said = messages or [gateway_pb2.ChatMessage(role="user", content=HELLO[0]["content"])]
-    chat = gateway_pb2.ChatMessages(**{"messages": said, "tools": GRPC_TOOLS} | fields)
+    turns = messages or [gateway_pb2.ChatMessage(role="user", content=HELLO[0]["content"])]
+    chat = gateway_pb2.ChatMessages(**{"messages": turns, "tools": GRPC_TOOLS} | fields)
     return gateway_pb2.GatewayServiceGenerateRequest(chat=chat)
 
 
@@ -384,7 +384,7 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
                                ({"tool_choice": "required", "tool_name": "weather"},
                                 {"type": "function", "function": {"name": "weather"}})):  # fmt: skip
             forced = f"[{WEATHER}]" if form == "mistral" else WEATHER_GEMMA if form == "gemma4" else WEATHER
-            verify.say(WRITTEN[form] if choice in ("auto", "none") else forced)
+            verify.set_answer(WRITTEN[form] if choice in ("auto", "none") else forced)
             body = {"messages": messages, "tools": TOOLS, "tool_choice": choice}
             wanted = (await world.http.post(CHAT, json=body)).json()["choices"][0]["message"]
             asked = prompt(world), decoded_grammar(world)
@@ -400,7 +400,7 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
                 assert first.id and first.name == made["function"]["name"]
                 assert not any(delta.id or delta.name for delta in more)
                 assert "".join(delta.arguments for delta in (first, *more)) == made["function"]["arguments"]
-        verify.say(WRITTEN[form])
+        verify.set_answer(WRITTEN[form])
         answer = [part async for part in world.stub.Generate(grpc_request(parallel_tool_calls=False))]
         assert {delta.index for part in answer for delta in part.tool_calls} == {0}
 
@@ -458,7 +458,7 @@ async def test_grpc_refuses_tools_that_cannot_be_by_their_place(
 async def test_token_ids_are_told_of_all_tokens_of_a_chat_answer(tmp_path: Path) -> None:
     verify = make_verify(tmp_path, "hermes")
     async with open_world(verify, tmp_path) as world:
-        ids = [*verify.say(WRITTEN["hermes"]), 2]
+        ids = [*verify.set_answer(WRITTEN["hermes"]), 2]
         body: Any = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
         named = body | {"extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
         answer: Any = await world.openai().chat.completions.create(**named, logprobs=True, top_logprobs=1)
@@ -472,6 +472,6 @@ async def test_token_ids_are_told_of_all_tokens_of_a_chat_answer(tmp_path: Path)
         stream: Any = await world.openai().chat.completions.create(**body, stream=True)
         role, *chunks = [chunk async for chunk in stream]
         assert (role.prompt_token_ids, role.choices[0].delta.role) == (asked, "assistant")
-        told = [chunk.choices[0].model_extra.get("token_ids", []) for chunk in chunks]
-        assert [one for part in told for one in part] == ids
+        token_ids = [chunk.choices[0].model_extra.get("token_ids", []) for chunk in chunks]
+        assert [one for part in token_ids for one in part] == ids
         assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks)

@@ -34,14 +34,14 @@ async def test_null_is_taken_as_parts_of_an_answer_come_back_with_what_a_newer_c
         ("/v1/chat/completions", {"messages": messages, "mm_processor_kwargs": None}),
         ("/generate", {"text": "x", "sampling_params": {"custom_params": None}, "bootstrap_host": None}),
     ):
-        world.verify.say("ok")
+        world.verify.set_answer("ok")
         answer = await world.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
 
 
 async def test_they_may_be_left_out_at_any_depth(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, ignore_unknown_fields=True) as world:
-        world.verify.say("ok")
+        world.verify.set_answer("ok")
         assert (await world.http.post("/v1/chat/completions", json=BODY)).status_code == 200
         params = {"temperature": 0, "custom_params": {"a": 1}}
         answer = await world.http.post("/generate", json={"text": "x", "sampling_params": params, "bootstrap": 1})
