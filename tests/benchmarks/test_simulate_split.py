@@ -1,4 +1,4 @@
-"""The simulation of the split: time, its device and its language, and that what the services say is exact in it."""
+"""The simulation of the split: time, its device and its language, and that messages are exact in it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Reference:
         pages = torch.arange(SHAPE.num_rows * 16, dtype=torch.int32).view(SHAPE.num_rows, 16)
         self.plan = RegionPlan(pages, masks, 16, 0, 0)
         self.step = StepTokens.new(WIDTH, len(burst.rows), REGION // 32, device)
-        self.told = RerootInput(SHAPE, device)
+        self.reroot_input = RerootInput(SHAPE, device)
         self.results = torch.zeros(SHAPE.max_steps, WIDTH * (2 + 2 * SHAPE.branching), dtype=torch.int32)
         frontier.begin_burst(self.header, held.seeds, self.pool, self.rows, self.plan)
 
@@ -110,12 +110,12 @@ class Reference:
         tensors = (torch.from_numpy(tokens), torch.from_numpy(edges))
         frontier.append_candidates(self.header, self.pool, self.step, *tensors, self.results)
 
-    def reroot(self, told: Reroots) -> None:
+    def reroot(self, reroots: Reroots) -> None:
         """New roots, and forced seeds behind them."""
-        self.told.to_device(told, len(self.rows.table_rows))
-        rows, size = self.told.rows(len(self.rows.table_rows)), WIDTH * SHAPE.branching
+        self.reroot_input.to_device(reroots, len(self.rows.table_rows))
+        rows, size = self.reroot_input.rows(len(self.rows.table_rows)), WIDTH * SHAPE.branching
         frontier.reroot_pool(self.header, self.pool, self.rows, self.plan, rows, size)
-        frontier.add_seeds(self.pool, self.told.seeds)
+        frontier.add_seeds(self.pool, self.reroot_input.seeds)
 
 
 def seeds(*chains: tuple[int, list[int], int]) -> Seeds:
@@ -154,9 +154,9 @@ def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() 
     more = seeds((1, [10, 11], 6))
     free = [np.array([5, 6], np.int32), np.array([50, 51], np.int32)]
     indices, roots = np.array([picked[hit], -1], np.int32), np.array([-1, -1], np.int32)
-    told = Reroots(np.array([0, 1], np.int32), indices, roots, np.array([-0.5, 0.0], np.float32), free, more, 4)
-    reference.reroot(told)
-    pool.reroot(told)
+    reroots = Reroots(np.array([0, 1], np.int32), indices, roots, np.array([-0.5, 0.0], np.float32), free, more, 4)
+    reference.reroot(reroots)
+    pool.reroot(reroots)
     assert any(index in (4, 5) for index in step()[0])
     for _ in range(3):
         step()

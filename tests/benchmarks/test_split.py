@@ -30,8 +30,8 @@ def test_a_case_says_drafters_mode_load_and_options() -> None:
     assert inside.title("m", "bf16") == (
         "m eagle3 colocated lockstep steps=5 max_draft_tokens=31 b64 ctx1k out32 n128 bf16 greedy"
     )
-    told = inside.verify_arguments({"eagle3": Path("/heads/e")})
-    assert {"--lockstep", "--max-draft-tokens=31", "--speculative-num-steps=5"} <= set(told)
+    argv = inside.verify_arguments({"eagle3": Path("/heads/e")})
+    assert {"--lockstep", "--max-draft-tokens=31", "--speculative-num-steps=5"} <= set(argv)
     both = SplitCase.parse("eagle3+standalone@small+ngram,colocated")
     paths = {"eagle3": Path("/heads/e"), "small": Path("/models/s")}
     assert both.verify_arguments(paths) == [

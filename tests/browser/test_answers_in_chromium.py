@@ -200,8 +200,8 @@ def test_repeated_answers_are_noted_and_drafters_have_names(visit: Open) -> None
             here.expect(note).to_contain_text("tokens stood in earlier answers")
         else:
             here.expect(note).to_be_empty()
-    told = page.inner_text("#drafters")
-    assert "n-grams of" in told and "ngram" not in told.replace("n-gram", "")
+    text = page.inner_text("#drafters")
+    assert "n-grams of" in text and "ngram" not in text.replace("n-gram", "")
     assert "ngram" not in page.locator("#trees title").all_text_contents()
 
 
@@ -215,11 +215,11 @@ def test_spikes_are_cut_in_the_chart(visit: Open) -> None:
         const heights = points.map(at => Number(at.split(",")[1]));
         return [heights, svg.querySelectorAll("circle").length, svg.parentNode.querySelector(".most").textContent];
     }"""
-    heights, spikes, told = here.page.evaluate(draw, [20, 22, 20, 900, 21, 20])
-    assert spikes == 1 and told == "up to 900, cut at 53"
+    heights, spikes, caption = here.page.evaluate(draw, [20, 22, 20, 900, 21, 20])
+    assert spikes == 1 and caption == "up to 900, cut at 53"
     assert max(heights) - min(heights[:3]) < 48 * 0.75 and heights[3] == min(heights) >= 0
-    heights, spikes, told = here.page.evaluate(draw, [20, 22, 30, 40, 21, 20])
-    assert spikes == 0 and told == "up to 40"
+    heights, spikes, caption = here.page.evaluate(draw, [20, 22, 30, 40, 21, 20])
+    assert spikes == 0 and caption == "up to 40"
 
 
 def test_a_conversation_survives_a_reload(visit: Open) -> None:

@@ -99,7 +99,7 @@ def test_a_text_that_is_too_long_is_never_cut_within_a_character(visit: Open) ->
 )
 def test_sentences_are_read_aloud_as_they_end(visit: Open, text: str, sentences: list[str]) -> None:
     here = visit()
-    said, cleared = here.page.evaluate(
+    spoken, cleared = here.page.evaluate(
         """async text => {
             const { Speech } = await import("./page/speech.js");
             const speech = new Speech();
@@ -111,4 +111,4 @@ def test_sentences_are_read_aloud_as_they_end(visit: Open, text: str, sentences:
         }""",
         text,
     )
-    assert said == sentences and cleared == 0
+    assert spoken == sentences and cleared == 0

@@ -64,9 +64,9 @@ def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
     page.click("#as-text summary")
     page.wait_for_selector("#tree-text li")
     assert page.locator("#tree-text li").count() == nodes.count()
-    said = figure.locator(".node title").all_text_contents()
+    titles = figure.locator(".node title").all_text_contents()
     items = page.locator("#tree-text li").evaluate_all("all => all.map(each => each.firstChild.textContent)")
-    assert sorted(said) == sorted(items), "the text tells what is drawn"
+    assert sorted(titles) == sorted(items), "the text describes what is drawn"
     crossed = nodes.evaluate_all(
         """all => all.filter(node => {
             const [text, by] = [...node.querySelectorAll('text')].map(each => each.getBBox());
@@ -122,9 +122,9 @@ def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype:
     here.until_done()
     one, other = here.texts()
     assert one != other
-    told = here.page.inner_text(".verdict")
-    assert words in told and "The texts first differ at token" in told
-    at = int(told.split("at token ")[1].split(":")[0]) - 1
+    verdict = here.page.inner_text(".verdict")
+    assert words in verdict and "The texts first differ at token" in verdict
+    at = int(verdict.split("at token ")[1].split(":")[0]) - 1
     marked = here.page.locator(".token.parting")
     assert marked.count() == 2
     before = [here.page.locator(f".answer:nth-child({side}) .token").all_text_contents()[:at] for side in (1, 2)]
@@ -237,8 +237,8 @@ def test_everything_can_be_done_by_keyboard(visit: Open) -> None:
     assert here.asked()[0]["max_tokens"] == 16
     assert here.asked()[0]["messages"][0]["content"] == "Say hello.\nTwice."
     # Whole sentences are read aloud, and how the answer ended.
-    said = page.locator("#speech p").all_text_contents()
-    assert said and "The answer is complete" in said[-1]
+    spoken = page.locator("#speech p").all_text_contents()
+    assert spoken and "The answer is complete" in spoken[-1]
 
 
 def test_wrong_fields_and_errors_are_told(visit: Open) -> None:

@@ -147,7 +147,7 @@ class Host:
         def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.array(values, np.int32)
 
-        told = seeds_of(
+        seed_block = seeds_of(
             rows=ints([rows.index(node.row) for node in seeds]),
             parents=ints([self._parent_slot(node) for node in seeds]),
             tokens=ints([node.tokens[-1] for node in seeds]),
@@ -156,7 +156,7 @@ class Host:
             slots=ints([node.slot for node in seeds]),
             features=ints([node.given for node in seeds]),
         )
-        return Burst(row_states(states, self.runner.shape.region), told, num_steps, width, floor, parts), seeds
+        return Burst(row_states(states, self.runner.shape.region), seed_block, num_steps, width, floor, parts), seeds
 
     def merge(
         self,
@@ -230,7 +230,7 @@ class Host:
         root = held.get(path) or next(node for node in seeds if node.tokens == path)
         kept = root.above()
         dead = [slot for slot, node in request.nodes.items() if root not in node.above() and node not in kept]
-        told = Reroots(
+        reroots = Reroots(
             rows=np.array([burst.rows.rows.tolist().index(row)], np.int32),
             indices=np.array([-1 if root.slot >= 0 else seeds.index(root)], np.int32),
             slots=np.array([root.slot], np.int32),
@@ -239,7 +239,7 @@ class Host:
         )
         self._more_free[row] = dead
         pending = self.runner.launch(burst)
-        more = pending.go_on(steps[1], told)
+        more = pending.go_on(steps[1], reroots)
         assert more is not None
         pool = dict(enumerate(seeds))
         first = self.merge(burst, seeds, pending.wait(), check, pool)
@@ -271,9 +271,11 @@ class Host:
             features=np.full(count, -1, np.int32),
         )
         nowhere, none = np.array([-1], np.int32), [np.empty(0, np.int32)]
-        told = Reroots(np.array([place], np.int32), nowhere, nowhere, np.zeros(1, np.float32), none, forced, len(seeds))
+        reroots = Reroots(
+            np.array([place], np.int32), nowhere, nowhere, np.zeros(1, np.float32), none, forced, len(seeds)
+        )
         pending = self.runner.launch(burst)
-        more = pending.go_on(steps[1], told)
+        more = pending.go_on(steps[1], reroots)
         assert more is not None
         pool = dict(enumerate(seeds))
         self.merge(burst, seeds, pending.wait(), pool=pool)

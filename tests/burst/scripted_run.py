@@ -137,17 +137,22 @@ class Run:
             self.pool += found
         return BurstResult(first, picked, slots, tokens, scores)
 
-    def reroot(self, told: Reroots) -> None:
+    def reroot(self, reroots: Reroots) -> None:
         """Rows have new roots, and more slots."""
-        check(len(set(told.rows.tolist())) == len(told.rows) == len(told.free), "a row twice")
+        check(len(set(reroots.rows.tolist())) == len(reroots.rows) == len(reroots.free), "a row twice")
         for row, index, slot, shift, free in zip(
-            told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts.tolist(), told.free, strict=True
+            reroots.rows.tolist(),
+            reroots.indices.tolist(),
+            reroots.slots.tolist(),
+            reroots.shifts.tolist(),
+            reroots.free,
+            strict=True,
         ):
             self._reroot(row, index, slot, shift, free.tolist())
-        if told.seeds is not None:
-            check(told.first_seed == self.num_seeds, f"further seeds from {told.first_seed} on")
-            check(bool((told.seeds.scores >= FORCED).all()), "a further seed that is not forced")
-            self._add_seeds(told.seeds, told.features)
+        if reroots.seeds is not None:
+            check(reroots.first_seed == self.num_seeds, f"further seeds from {reroots.first_seed} on")
+            check(bool((reroots.seeds.scores >= FORCED).all()), "a further seed that is not forced")
+            self._add_seeds(reroots.seeds, reroots.features)
 
     def _reroot(self, row: int, index: int, slot: int, shift: float, free: list[int]) -> None:
         state = self.states[row]

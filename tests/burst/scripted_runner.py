@@ -69,8 +69,8 @@ class ScriptedRunner:
         self.parts: list[int] = []
         """Steps of further parts of bursts."""
         self.survivors: list[dict[int, list[tuple[tuple[int, ...], float]]]] = []
-        """Each time that a burst was told of new roots: by row, paths and scores of what it may run, best first."""
-        self.told_at: list[int] = []
+        """Each time that a burst was given new roots: by row, paths and scores of what it may run, best first."""
+        self.reroot_steps: list[int] = []
         """Steps of the burst before each of those."""
         self.page_owner: dict[int, int] = {}
         self.launch_seconds = self.step_seconds = 0.0
@@ -167,7 +167,7 @@ class ScriptedRunner:
         if reroots is not None:
             run.reroot(reroots)
             self.survivors.append(run.ranked(reroots.rows.tolist()))
-            self.told_at.append(run.first_step)
+            self.reroot_steps.append(run.first_step)
         fault = self.wait_fault(run.burst)
         self.pending = PendingBurst(fault or run.result(num_steps), run)
         self.pending.ready = self.auto_ready

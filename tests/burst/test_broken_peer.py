@@ -1,4 +1,4 @@
-"""A peer that says what makes no sense, past a door that would have dropped some of it, harms no other's requests."""
+"""A peer that sends what makes no sense, past a door that would have dropped some of it, harms no other's requests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ messages = st.one_of(
     st.builds(Close, requests),
 )
 steps = st.lists(messages | st.integers(1, 30) | st.booleans(), max_size=60)
-"""What it says; an open of a prompt that long, which makes sense; and turns, which may wait for the device."""
+"""What it sends; an open of a prompt that long, which makes sense; and turns, which may wait for the device."""
 
 
-def say(rig: Rig, peer: Peer, message: VerifyMessage) -> None:
+def send(rig: Rig, peer: Peer, message: VerifyMessage) -> None:
     """As the engine has it applied."""
     try:
         rig.requests.handle(peer, message)
@@ -49,10 +49,10 @@ def test_whatever_a_peer_says_others_are_served_and_nothing_of_it_is_left(
             rig.turn(wait=step)
             request.check()
         elif isinstance(step, int):
-            say(rig, broken, Open(step % 3 + 1, [1] * step, 1, GREEDY, 24))
+            send(rig, broken, Open(step % 3 + 1, [1] * step, 1, GREEDY, 24))
             rig.commit(9, continuation(request.tokens, 1))
         else:
-            say(rig, broken, step)
+            send(rig, broken, step)
     rig.requests.detach(broken)
     rig.commit(9, continuation(request.tokens, 1))
     rig.settle()

@@ -23,25 +23,25 @@ TARGET = SessionUp(0, VOCAB, "", None)
 
 
 class Heeding(VerifySession):
-    """A session that has verify's mirror take what comes, and tells when enough has."""
+    """A session that has verify's mirror take what comes, and signals when enough has."""
 
     def __init__(self, request: Verify) -> None:
         super().__init__(1024)
         self.request = request
         self.grows: list[Grow] = []
-        self._heard = asyncio.Event()
+        self._received = asyncio.Event()
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
         for message in messages:
             self.request.take(message)
         self.grows += [message for message in messages if isinstance(message, Grow)]
-        self._heard.set()
+        self._received.set()
 
     async def until(self, enough: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
             while not enough():
-                self._heard.clear()
-                await self._heard.wait()
+                self._received.clear()
+                await self._received.wait()
 
 
 def opening(request: Verify, credit: int) -> Open:

@@ -148,8 +148,8 @@ def test_a_long_prompt_is_run_with_true_features_alone() -> None:
 
 @pytest.mark.parametrize("options", [{"lockstep": True}, {"draft_ahead": "never"}], ids=["lockstep", "in turns"])
 def test_committed_tokens_that_need_a_burst_of_their_own_take_no_steps_of_the_tree(options: dict[str, object]) -> None:
-    told = {"max_positions": 300, "min_path_probability": 0.0, **options}
-    rig = Rig(DraftOptions(speculative_algorithm=("EAGLE3",), **told), feature_size=1)  # type: ignore[arg-type]
+    fields = {"max_positions": 300, "min_path_probability": 0.0, **options}
+    rig = Rig(DraftOptions(speculative_algorithm=("EAGLE3",), **fields), feature_size=1)  # type: ignore[arg-type]
     request = rig.open(1, list(range(1, 31)), credit=40)
     rig.features(1, 0, 5)
     rig.settle()

@@ -61,7 +61,9 @@ def test_captures_find_nothing_of_each_other(
     """Shapes lay the same memory out in different ways: what is a slot to one is a token to another."""
     host, shapes = padded
     forwards = host.runner._contexts  # type: ignore[attr-defined]
-    monkeypatch.setattr(forwards._graphs, "capture", lambda told, together: [forwards._graphs.run(one) for one in told])
+    monkeypatch.setattr(
+        forwards._graphs, "capture", lambda graphs, together: [forwards._graphs.run(one) for one in graphs]
+    )
     host.open(0, prompt(9))
     kv = host.runner.memory.kv.k.clone()  # type: ignore[attr-defined]
     forwards.capture()

@@ -1,4 +1,4 @@
-"""Commits that arrive while a burst is under way, and what is told before it ends."""
+"""Commits that arrive while a burst is under way, and what is sent before it ends."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_commits_at_any_moment_leave_a_sound_forest(seed: int) -> None:
 
 
 def test_with_much_credit_likely_nodes_are_told_though_better_ones_may_come() -> None:
-    told = []
+    num_held = []
     for credit in (255, 256):
         rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0001), **GOES_ON)
         request = rig.open(1, [1, 2, 3], credit=credit)
         for _ in range(7):
             rig.turn()
-        told.append(len(request.held()))
+        num_held.append(len(request.held()))
         assert min(request.held().values()) > -math.inf
-    assert told[1] > told[0]
+    assert num_held[1] > num_held[0]

@@ -51,9 +51,9 @@ class Service:
         )
         if isinstance(runner, CudaRunner):
             runner.capture()
-        told = DraftOptions(max_positions=100, min_path_probability=0.0, **options)
+        draft_options = DraftOptions(max_positions=100, min_path_probability=0.0, **options)
         self.page_size = runner.shape.page_size
-        self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), told)
+        self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), draft_options)
         self.peer = Peer()
         self.peer.vocab_size = model.target_vocab_size
         self.held: dict[int, Verify] = {}
@@ -73,7 +73,7 @@ class Service:
         self.requests.handle(self.peer, Commit(request.number, before, list(tokens), *seen, CREDIT))
 
     def grow(self) -> None:
-        """Until nothing is left to do; what is said waits in `peer.received`."""
+        """Until nothing is left to do; what is sent waits in `peer.received`."""
         while not self.requests.growth.idle:
             self.requests.growth.grow(math.inf, lambda: False)
         self.requests.send_nodes()

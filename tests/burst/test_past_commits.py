@@ -1,4 +1,4 @@
-"""Bursts that go on past commits: the device is told of new roots, and lands for nothing that it has already."""
+"""Bursts that go on past commits: the device is given new roots, and lands for nothing that it has already."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def ranked(rig: Rig, request: Verify, row: int) -> list[tuple[tuple[int, ...], f
 
 
 def check_survivors(rig: Rig, request: Verify, since: int) -> bool:
-    """The device may run, from when it was told on, what the host would choose from, in the same order.
+    """The device may run, from when it was given new roots on, what the host would choose from, in the same order.
 
-    False if the host does not know what that is yet, or not any more. `since`: of the times that it was told of
+    False if the host does not know what that is yet, or not any more. `since`: of the times that it was given
     anything, those that may be of this request's commit.
     """
     context = next(
         context for context in rig.growth._batch_manager.rows.values() if context.tree.author.request == request.number
     )
-    told = [one[context.row] for one in rig.runner.survivors[since:] if context.row in one]
-    if not told:  # what it was told before has to be run first
+    paths = [one[context.row] for one in rig.runner.survivors[since:] if context.row in one]
+    if not paths:  # what it was given before has to be run first
         assert context.root_in_burst
         return False
     active = rig.growth._active
-    if active is None or active.plan.landed_steps != rig.runner.told_at[-1]:
+    if active is None or active.plan.landed_steps != rig.runner.reroot_steps[-1]:
         return False
-    survivors, wanted = told[-1], ranked(rig, request, context.row)
+    survivors, wanted = paths[-1], ranked(rig, request, context.row)
     if not context.root_run:
         # The root, as it was in the pool, or forced behind committed tokens that were not run; or what hangs below it
         # if the part that is under way has run it.
@@ -104,12 +104,12 @@ def test_survivors_are_what_a_landing_and_a_fresh_plan_would_rank(seed: int) -> 
     checked = 0
     for _ in range(40):
         one = draw.choice(requests)
-        told = len(rig.runner.survivors)
+        before = len(rig.runner.survivors)
         if len(one.tokens) < 200:
             commit(rig, one.number, continuation(one.tokens, draw.randint(1, 3), draw))
         rig.turn()  # goes on, and takes in the part that ran before
-        if len(rig.runner.survivors) > told:
-            checked += check_survivors(rig, one, told)
+        if len(rig.runner.survivors) > before:
+            checked += check_survivors(rig, one, before)
         for _ in range(draw.randrange(4)):
             rig.turn()
         for request in requests:
@@ -156,14 +156,14 @@ def test_slots_of_nodes_that_died_are_filled_again_by_the_same_burst() -> None:
 @pytest.mark.parametrize("what", ["pause", "open"])
 def test_what_the_device_cannot_be_told_of_lands_the_burst(what: str) -> None:
     rig, (request, _) = grown((1, 2))
-    bursts, told = len(rig.runner.bursts), len(rig.runner.survivors)
+    bursts, reroots = len(rig.runner.bursts), len(rig.runner.survivors)
     if what == "open":
         rig.open(3, [6, 7], credit=60)
     else:
         rig.pause(2)
     for _ in range(3):
         rig.turn()
-    assert len(rig.runner.bursts) > bursts and len(rig.runner.survivors) == told
+    assert len(rig.runner.bursts) > bursts and len(rig.runner.survivors) == reroots
     request.check()
 
 

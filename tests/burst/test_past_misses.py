@@ -39,11 +39,11 @@ def test_a_burst_goes_on_past_a_miss(above: int) -> None:
 def test_a_request_that_misses_again_before_its_root_was_run_waits_for_that() -> None:
     """Others are followed meanwhile, and the burst goes on."""
     rig, (request, other) = grown((1, 2))
-    bursts, told = len(rig.runner.bursts), len(rig.runner.survivors)
+    bursts, reroots = len(rig.runner.bursts), len(rig.runner.survivors)
     commit(rig, 1, [39])
     rig.runner.auto_ready = False
     rig.turn()
-    assert len(rig.runner.survivors) == told + 1 and rig.growth._active.plan.forced  # type: ignore[union-attr]
+    assert len(rig.runner.survivors) == reroots + 1 and rig.growth._active.plan.forced  # type: ignore[union-attr]
     rig.commit(1, [38], credit=60)
     rig.commit(2, continuation(other.tokens, 1), credit=60)
     rig.turn()

@@ -1,4 +1,4 @@
-"""Nodes that are appended to the authors at once are told as they would be one by one."""
+"""Nodes that are appended to the authors at once are sent as they would be one by one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from outrider.tree.author import TreeAuthor
 
 
 class Notes:
-    """What was said, and how often nodes were appended at once."""
+    """What was sent, and how often nodes were appended at once."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[Any, ...]] = []
+        self.sent: list[tuple[Any, ...]] = []
         self.num_batches = 0
 
 
-def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_once: bool, **shape: int) -> Notes:
-    """What a service tells of requests with changing credits, commits, pauses and misses."""
+def publish(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_once: bool, **shape: int) -> Notes:
+    """What a service sends of requests with changing credits, commits, pauses and misses."""
     notes, extend = Notes(), TreeAuthor.extend
 
     def counted(author: TreeAuthor, *columns: Any) -> int | None:
@@ -39,7 +39,7 @@ def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_on
         for one in rig.peer.received:
             assert isinstance(one, Grow)
             columns = (one.parents, one.token_ids, one.scores, one.sources)
-            notes.said.append((one.request, one.epoch, one.base_len, one.acked_len, one.first_id, columns))
+            notes.sent.append((one.request, one.epoch, one.base_len, one.acked_len, one.first_id, columns))
         deliver()
 
     with monkeypatch.context() as patch:
@@ -71,8 +71,8 @@ def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_on
 @pytest.mark.parametrize("shape", [{}, GOES_ON])
 def test_verify_is_told_the_same(monkeypatch: pytest.MonkeyPatch, num_requests: int, shape: dict[str, int]) -> None:
     for seed in range(8):
-        one, other = (told(monkeypatch, num_requests, seed, at_once=way, **shape) for way in (True, False))
-        assert one.said == other.said
+        one, other = (publish(monkeypatch, num_requests, seed, at_once=way, **shape) for way in (True, False))
+        assert one.sent == other.sent
         assert one.num_batches and not other.num_batches
 
 
@@ -126,7 +126,7 @@ def test_what_waits_to_be_told_and_becomes_a_root_stays_one(seed: int) -> None:
     options = DraftOptions(max_positions=300, min_path_probability=0.0)
     shape = {"num_rows": 8, "max_steps": 32, "max_width": 64, "max_seeds": 512, "num_pages": 1024}
     rig, luck = Rig(options, **GOES_ON | shape), random.Random(seed)
-    for number in range(6):  # so many that what is to be told is not looked over anew for each commit
+    for number in range(6):  # so many that what is to be sent is not looked over anew for each commit
         rig.open(number, [1, 2, 3, 4, 5, 6, 7 + number], credit=200)
     forest, queue_of, contexts = rig.growth._forest, rig.growth._publisher, rig.growth._batch_manager.rows
     entries, num_commits = forest.entries, 0

@@ -181,8 +181,8 @@ def expected_trees(
         seen = seen_positions(cut, len(text) - target.lag - cut.gap)
         given = [target.feature(row, position) for position in seen] if target.lag else []
         own = handed.get((row, path[:-1]), []) if path else []
-        told = [*text[: target.lag], *[text[position + target.lag] for position in seen]]
-        logits, feature = plain([*told, *path], [*given, *own])
+        tokens = [*text[: target.lag], *[text[position + target.lag] for position in seen]]
+        logits, feature = plain([*tokens, *path], [*given, *own])
         if feature is not None:
             handed[row, path] = [*own, feature]
         scale = model.edge_scale

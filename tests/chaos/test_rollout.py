@@ -28,11 +28,11 @@ def phase(name: str, *errors: str, **figures: int) -> Phase:
 
 
 def test_only_what_was_lost_with_a_verify_may_fail_and_must_say_so() -> None:
-    said = f"UNAVAILABLE: the {LOST} cannot be reached"
+    message = f"UNAVAILABLE: the {LOST} cannot be reached"
     assert phase("verify_rolled").complaints() == []
-    assert phase("verify_killed", said, failed=1).complaints() == []
+    assert phase("verify_killed", message, failed=1).complaints() == []
     assert phase("verify_killed", "INTERNAL: oh", failed=1).complaints() == ["verify_killed: 1 failed: INTERNAL: oh"]
-    assert phase("verify_rolled", said, failed=1).complaints() == [f"verify_rolled: 1 failed: {said}"]
+    assert phase("verify_rolled", message, failed=1).complaints() == [f"verify_rolled: 1 failed: {message}"]
     assert phase("calm", rest_wrong=1).complaints() and phase("calm", complete=0).complaints()
 
 

@@ -131,8 +131,8 @@ def test_an_output_that_takes_no_more_is_no_traceback() -> None:
     command = [sys.executable, "-m", "outrider.cli", "version"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    said = "outrider: error: the output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    message = "outrider: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)

@@ -157,14 +157,14 @@ async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptanc
         assert [record.tokens for record in run.records] == [24] * 6
         assert [record.prompt_tokens for record in run.records] == [12] * 6
         assert sum(record.rounds for record in run.records) == page.total("outrider_gateway_rounds")
-        told, counted = acceptance(run.records, page), acceptance([], page)
-        assert told is not None and counted is not None
+        reported, counted = acceptance(run.records, page), acceptance([], page)
+        assert reported is not None and counted is not None
         # The page knows depths that earlier requests reached, too.
-        depths = told.at_depth.keys() | counted.at_depth.keys()
-        assert all(told.at_depth.get(depth, 0.0) == counted.at_depth.get(depth, 0.0) for depth in depths)
-        assert told.at_depth[1] > 0
-        tells_origins = acceptance(run.records, None) == told
-        assert tells_origins == isinstance(client, GrpcClient)
+        depths = reported.at_depth.keys() | counted.at_depth.keys()
+        assert all(reported.at_depth.get(depth, 0.0) == counted.at_depth.get(depth, 0.0) for depth in depths)
+        assert reported.at_depth[1] > 0
+        reports_origins = acceptance(run.records, None) == reported
+        assert reports_origins == isinstance(client, GrpcClient)
 
 
 def test_the_page_tells_what_rounds_committed_where_an_accepted_token_ended_one() -> None:

@@ -1,4 +1,4 @@
-"""What guesses where nothing is said about it: the head that ships for the default target, beside n-grams."""
+"""What guesses where no option chooses: the head that ships for the default target, beside n-grams."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def converted(folder: Path, source: str) -> str:
 
 
 def test_the_default_target_is_drafted_for_by_its_head_and_n_grams(head: Path) -> None:
-    said: list[str] = []
-    chosen = choose_drafters(DraftOptions(), notify=said.append)
-    assert chosen.speculative_algorithm == ("EAGLE3", "NGRAM") and not said
+    notices: list[str] = []
+    chosen = choose_drafters(DraftOptions(), notify=notices.append)
+    assert chosen.speculative_algorithm == ("EAGLE3", "NGRAM") and not notices
     assert chosen.speculative_draft_model_path == str(head) and chosen.target_model_path == DEFAULT_MODEL
 
 
@@ -38,12 +38,12 @@ def test_a_folder_counts_as_the_default_target_by_what_it_was_converted_from(hea
 
 
 def test_without_a_head_n_grams_draft_alone_and_the_reason_is_said(head: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    chosen = choose_drafters(DraftOptions(), str(tmp_path), said.append)
+    notices: list[str] = []
+    chosen = choose_drafters(DraftOptions(), str(tmp_path), notices.append)
     (head / "config.json").unlink()
-    again = choose_drafters(DraftOptions(), DEFAULT_MODEL, said.append)
+    again = choose_drafters(DraftOptions(), DEFAULT_MODEL, notices.append)
     assert chosen.speculative_algorithm == again.speculative_algorithm == ("NGRAM",)
-    assert str(tmp_path) in said[0] and str(head.parent) in said[1]
+    assert str(tmp_path) in notices[0] and str(head.parent) in notices[1]
 
 
 def test_what_is_said_about_drafting_holds(head: Path) -> None:
@@ -57,10 +57,10 @@ def test_what_is_said_about_drafting_holds(head: Path) -> None:
 
 
 def test_the_only_gpu_is_left_to_verify(head: Path) -> None:
-    said: list[str] = []
-    assert draft_for(DraftOptions(), VerifyOptions(), 1, said.append).speculative_algorithm == ("NGRAM",) and said
-    assert draft_for(DraftOptions(), VerifyOptions(), 2, said.append).speculative_algorithm == ("EAGLE3", "NGRAM")
-    assert draft_for(DraftOptions(), VerifyOptions(device="cpu"), 1, said.append).speculative_draft_model_path
+    notices: list[str] = []
+    assert draft_for(DraftOptions(), VerifyOptions(), 1, notices.append).speculative_algorithm == ("NGRAM",) and notices
+    assert draft_for(DraftOptions(), VerifyOptions(), 2, notices.append).speculative_algorithm == ("EAGLE3", "NGRAM")
+    assert draft_for(DraftOptions(), VerifyOptions(device="cpu"), 1, notices.append).speculative_draft_model_path
 
 
 def test_a_draft_that_chooses_knows_verify_s_target() -> None:

@@ -45,9 +45,9 @@ ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draf
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
     code = main(["doctor", "--json", *words])
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] == (code == 0)
-    return code, told["findings"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (code == 0)
+    return code, report["findings"]
 
 
 def of(findings: list[dict[str, str]], check: str) -> list[tuple[str, str]]:
@@ -160,8 +160,8 @@ def test_what_outrider_up_runs_is_found(
         for name in ("gateway", "verify", "draft"):
             address = gateway if name == "gateway" else live.address(name)
             rest = live.address("gateway", "rest_address") if name == "gateway" else ""
-            told = {"address": address, "metrics_address": rest, "rest_address": rest}
-            (tmp_path / folder / f"{name}.json").write_text(json.dumps(told))
+            addresses = {"address": address, "metrics_address": rest, "rest_address": rest}
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(addresses))
     code, found = doctor(capsys, "--skip-models", "--running")
     assert of(found, "gateway") == [("ok", f"{live.gateway_address}: serves tiny (context 256)")]
     assert [level for name in ("verify", "draft") for level, _ in of(found, name)] == ["ok", "ok"], (code, found)
@@ -349,11 +349,11 @@ def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Pa
     same = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(draft))
     assert look(tiny_model, same) == ""
     tokenizer = draft / "tokenizer.json"
-    told = json.loads(tokenizer.read_text())
-    tokenizer.write_text(json.dumps(told) + "\n")
+    content = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(content) + "\n")
     assert look(tiny_model, same) == ""
-    told["added_tokens"].append({"id": 300, "content": "<other>", "special": True})
-    tokenizer.write_text(json.dumps(told))
+    content["added_tokens"].append({"id": 300, "content": "<other>", "special": True})
+    tokenizer.write_text(json.dumps(content))
     assert "handshake: hello.token_ids_hash: verify has" in look(tiny_model, same)
 
 
@@ -367,24 +367,24 @@ def test_a_target_without_a_tensor_is_told_before_weights_are_read(tiny_model: P
 def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None:
     gib = 2**30
     gpu = {"name": "H200", "capability": [9, 0], "free": 130 * gib, "total": 140 * gib}
-    told = {"torch": {"cuda": "13.0"}, "gpus": [gpu, gpu | {"free": gib}], "peers": [[True, False], [False, True]]}
-    found = list(check_devices(told, VerifyOptions(), DraftOptions()))
+    answer = {"torch": {"cuda": "13.0"}, "gpus": [gpu, gpu | {"free": gib}], "peers": [[True, False], [False, True]]}
+    found = list(check_devices(answer, VerifyOptions(), DraftOptions()))
     assert "1: H200, 1.0 of 140.0 GiB free" in words(found, Level.WARNING)
     assert "no direct access between GPUs 0-1" in words(found, Level.WARNING)
     assert "0: H200" in words(found, Level.OK)
-    found = list(check_devices(told, VerifyOptions(tensor_parallel_size=2, device="cuda:1"), DraftOptions()))
+    found = list(check_devices(answer, VerifyOptions(tensor_parallel_size=2, device="cuda:1"), DraftOptions()))
     assert "--device cuda:1 with --tensor-parallel-size 2 needs 3 GPUs" in words(found, Level.PROBLEM)
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:
     cpu: dict[str, Any] = {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2", "cpu_flags": ["avx2"]}
     cpu["cpu_dtype"] = ["float32", "it has no AVX"]
-    told: dict[str, Any] = {"torch": cpu, "gpus": [], "peers": []}
-    found = list(check_devices(told, VerifyOptions(device="cuda:1"), DraftOptions()))
+    answer: dict[str, Any] = {"torch": cpu, "gpus": [], "peers": []}
+    found = list(check_devices(answer, VerifyOptions(device="cuda:1"), DraftOptions()))
     assert "torch sees none, and --device cuda:1 asks for one" in words(found, Level.PROBLEM)
     assert "it has no AVX" in words(found, Level.WARNING)
     cpu["cpu_dtype"] = ["bfloat16", "this CPU has AVX2"]
-    found = list(check_devices(told, VerifyOptions(), DraftOptions()))
+    found = list(check_devices(answer, VerifyOptions(), DraftOptions()))
     assert "models run in bfloat16 (this CPU has AVX2)" in words(found, Level.OK)
 
 

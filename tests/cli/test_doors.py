@@ -1,4 +1,4 @@
-"""Doors, links and certificates that cannot work are told before anything starts."""
+"""Doors, links and certificates that cannot work are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_key_file_that_cannot_be_read_is_told_before_anything_starts(
 def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for wrong, said in (
+    for wrong, message in (
         (["--cors-origins=foo"], "--cors-origins: 'foo' is no origin"),
         (["--api-key-file=none"], "--api-key-file: none cannot be read"),
         (["--proxies=10.0.0.1/8"], "--proxies: 10.0.0.1/8 has host bits set"),
@@ -48,13 +48,13 @@ def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
     ):
         assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 2 and lines[1].startswith(said), lines
+        assert len(lines) == 2 and lines[1].startswith(message), lines
 
 
 def test_a_door_that_its_own_caller_could_not_open_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for wrong, said in (
+    for wrong, message in (
         (
             ["--verify-auth-token=x"],
             "--verify-auth-token: the gateway .* set --gateway-verify-auth-token-file",
@@ -63,9 +63,9 @@ def test_a_door_that_its_own_caller_could_not_open_is_refused_before_anything_st
         (["--verify-tls-cert=x", "--verify-tls-key=x"], "--verify-tls-cert: the gateway .*-verify-tls-ca, too"),
     ):
         assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
-        assert re.search(said, capsys.readouterr().err), said
-    told = ["--verify-auth-token=x", "--gateway-verify-auth-token=x"]
-    assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *told]) == 2
+        assert re.search(message, capsys.readouterr().err), message
+    tokens = ["--verify-auth-token=x", "--gateway-verify-auth-token=x"]
+    assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *tokens]) == 2
     assert "auth-token" not in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_p
     for caller, peer in (("gateway", "verify"), ("verify", "draft")):
         way = f"{caller}-{peer}"
         refusal = "would not accept the certificate of"
-        for door, trust, shown, said in (
+        for door, trust, shown, message in (
             (ours, ours, ours, ""),
             (ours, others, ours, f"--{way}-tls-ca: the {caller} service {refusal} --{peer}-tls-cert: "),
             (ours, ours, others, f"--{peer}-tls-ca: the {peer} service {refusal} --{way}-tls-cert: "),
@@ -121,7 +121,7 @@ def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_p
             words = files(peer, "cert", "key", "ca", of=door)
             words += [*files(way, "ca", of=trust), *files(way, "cert", "key", of=shown)]
             found = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
-            assert len(found) == bool(said) and all(said in one for one in found), found
+            assert len(found) == bool(message) and all(message in one for one in found), found
         assert find_faults(parse_service_options(parse(*words, f"--{peer}-tls-name=example.org"), env={}), gpus=0) == []
         words = [*files(peer, "cert", of=ours), *files(peer, "key", of=others), *files(way, "ca", of=ours)]
         (one,) = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
@@ -166,12 +166,12 @@ def test_a_socket_that_cannot_be_bound_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], model_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for name, said in (
+    for name, message in (
         ("none/x", f"the folder {tmp_path}/none does not exist"),
         ("file", f"{tmp_path}/file exists and is not a socket"),
     ):
         assert main(["up", "--ephemeral", f"--model={model_path}", f"--verify-address=unix:{tmp_path}/{name}"]) == 2
-        assert f"--verify-address: {said}" in capsys.readouterr().err
+        assert f"--verify-address: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["demo", "chat"])
@@ -186,7 +186,7 @@ def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
         "--connect-tls-name=localhost",
         [f"--connect-tls-{word}={others[word]}" for word in ("cert", "key")],
     )
-    for words, said in (
+    for words, message in (
         (tls, "--connect-tls-ca: --gateway-tls-cert is set; name the"),
         ([trusted], "--connect-tls-ca: the gateway has no certificate"),
         ([*tls, trusted, f"--gateway-tls-ca={files['ca']}"], "--connect-tls-cert: --gateway-tls-ca requires one"),
@@ -196,7 +196,7 @@ def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
         ([*tls, "--connect-tls-ca=none"], "--connect-tls-ca: none cannot be read"),
     ):
         assert main([command, f"--model={model_path}", "--device=cpu", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:

@@ -40,7 +40,7 @@ def test_a_path_that_is_at_fault_is_told_once(touch: Callable[[Path], object], t
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("train --out=out --model=nosuch", "--model: there is no model 'nosuch'"),
         ("train --out=", "--out: '.' names no folder of the drafter's own"),
@@ -49,10 +49,10 @@ def test_a_path_that_is_at_fault_is_told_once(touch: Callable[[Path], object], t
     ],
 )
 def test_what_a_tool_cannot_find_is_told_with_its_option(
-    command: str, said: str, capsys: pytest.CaptureFixture[str]
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command.split()) == 2
-    assert f"outrider: error: {said}" in capsys.readouterr().err
+    assert f"outrider: error: {message}" in capsys.readouterr().err
 
 
 def test_a_look_at_an_output_leaves_a_link_to_a_file_to_come(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
 
 def test_nothing_is_said_of_drafts_before_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--ephemeral", "--model=nosuch"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("outrider: error: --model: there is no model 'nosuch'")
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("outrider: error: --model: there is no model 'nosuch'")
 
 
 def test_a_mistake_in_the_environment_is_told_by_the_variable(
@@ -146,12 +146,12 @@ def test_ways_to_other_ports_are_those_of_what_would_start(capsys: pytest.Captur
         taken.listen()
         door = f"--rest-address=127.0.0.1:{taken.getsockname()[1]}"
         assert main(["up", "--ephemeral", door, "--model=nosuch"]) == 2
-        said = capsys.readouterr().err.removeprefix("outrider: error: ")
-    assert "cannot bind" in said and "add --ephemeral" not in said
+        error = capsys.readouterr().err.removeprefix("outrider: error: ")
+    assert "cannot bind" in error and "add --ephemeral" not in error
     ways = "\nFor free ports add --ephemeral."
-    assert port_hint(said, [], parse()) == ways and port_hint(said, [], parse("--ephemeral")) == ""
-    assert port_hint(said, [], parse(door)) == "", "that port would stay as it is"
-    assert port_hint(said, ["verify"], parse()).startswith(f"{ways}\nTo choose ports: --verify-address, ")
+    assert port_hint(error, [], parse()) == ways and port_hint(error, [], parse("--ephemeral")) == ""
+    assert port_hint(error, [], parse(door)) == "", "that port would stay as it is"
+    assert port_hint(error, ["verify"], parse()).startswith(f"{ways}\nTo choose ports: --verify-address, ")
 
 
 def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(
@@ -188,20 +188,20 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "said"), CONTRADICTIONS)
+@pytest.mark.parametrize(("wrong", "text"), CONTRADICTIONS)
 def test_options_that_contradict_each_other_are_refused_alike_by_all_that_take_them(
-    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: list[str], text: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     model = f"--model={model_path}"
     lines = []
     for command in (["up", "--ephemeral"], ["plan"]):
         assert main([*command, model, *wrong]) == 2
-        lines.append(next(line for line in capsys.readouterr().err.splitlines() if said in line))
+        lines.append(next(line for line in capsys.readouterr().err.splitlines() if text in line))
     main(["doctor", "--json", "--skip-models", model, *wrong])
     found = [one["text"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "problem"]
-    assert [line.removeprefix("outrider: error: ") for line in lines] == 2 * [next(one for one in found if said in one)]
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    assert [line.removeprefix("outrider: error: ") for line in lines] == 2 * [next(one for one in found if text in one)]
+    with pytest.raises(ConfigError, match=re.escape(text)):
         parse_options(VerifyOptions, [model, *wrong], env={}).check()
 
 
@@ -215,17 +215,17 @@ def test_a_size_that_the_target_cannot_be_divided_by_is_told_before_anything_sta
         assert "--tensor-parallel-size: num_attention_heads 9 cannot be divided among 2" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["up", "--ephemeral", f"--model={model_path}", "--tensor-parallel-size=3"]) == 2
-    said = "--tensor-parallel-size: 3 ranks from --device auto on need 3 GPUs; this machine has 2 GPUs"
-    assert said in capsys.readouterr().err
+    message = "--tensor-parallel-size: 3 ranks from --device auto on need 3 GPUs; this machine has 2 GPUs"
+    assert message in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for visible, flag, said in (("", "--device=cuda:9", "has no GPU"), ("0", "--draft-device=cuda:1", "has 1 GPU,")):
+    for visible, flag, message in (("", "--device=cuda:9", "has no GPU"), ("0", "--draft-device=cuda:1", "has 1 GPU,")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert main(["up", "--ephemeral", f"--model={model_path}", flag]) == 2
-        assert f"{flag.replace('=', ': ')} does not exist; this machine {said}" in capsys.readouterr().err
+        assert f"{flag.replace('=', ': ')} does not exist; this machine {message}" in capsys.readouterr().err
 
 
 def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
@@ -237,7 +237,7 @@ def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("--verify-engine-cpus=abc", "--verify-engine-cpus: 'abc' is no list of cores"),
         ("--draft-engine-cpus=99999", "--draft-engine-cpus: '99999' names core 99999"),
@@ -255,11 +255,11 @@ def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
     ],
 )
 def test_what_a_service_could_not_use_is_one_line(
-    wrong: str, said: str, capsys: pytest.CaptureFixture[str], model_path: Path
+    wrong: str, message: str, capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
     assert main(["up", "--ephemeral", f"--model={model_path}", "--draft-placement=remote", wrong]) == 2
     (line, *_) = capsys.readouterr().err.splitlines()
-    assert line.startswith("outrider: error: ") and said in line
+    assert line.startswith("outrider: error: ") and message in line
 
 
 def test_a_token_map_of_another_kind_is_told_before_anything_starts(
@@ -363,8 +363,8 @@ def test_an_unknown_option_is_one_line_with_a_suggestion(command: str, capsys: p
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and all(f"\n    {command}" in told.err for command in COMMANDS)
+    captured = capsys.readouterr()
+    assert captured.out == "" and all(f"\n    {command}" in captured.err for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -413,7 +413,7 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("tokenizer_config.json", b"[", r"--model: .*tokenizer_config\.json cannot be read"),
         ("chat_template.jinja", b"{% if", r"--model: /.*/chat_template.jinja: the chat template is not valid"),
@@ -421,7 +421,7 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
     ],
 )
 def test_a_template_that_cannot_be_read_is_told_before_anything_starts(
-    name: str, content: bytes, told: str, tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes, message: str, tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The gateway would wait for a better one, and `outrider up` for the gateway.
     folder = tmp_path / "model"
@@ -431,10 +431,10 @@ def test_a_template_that_cannot_be_read_is_told_before_anything_starts(
     (folder / name).unlink(missing_ok=True)
     (folder / name).write_bytes(content)
     assert main(["up", "--ephemeral", "--device=gpu", f"--model={folder}"]) == 2
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     other = ["--tokenizer", str(model_path)]
     assert main(["up", "--ephemeral", "--device=gpu", f"--model={folder}", *other]) == 2
-    assert not re.search(told, capsys.readouterr().err)
+    assert not re.search(message, capsys.readouterr().err)
 
 
 def test_what_is_no_tokenizer_is_told_before_anything_starts(
@@ -467,8 +467,8 @@ def test_weights_whose_download_broke_off_are_told_before_anything_starts(
     with (model_path / "model.safetensors").open("rb") as whole:
         weights.write_bytes(whole.read(1 << 20))
     assert main(["up", "--ephemeral", f"--model={tmp_path}"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and f"error: --model: {weights}: cannot be read as safetensors" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"error: --model: {weights}: cannot be read as safetensors" in captured.err
 
 
 def test_a_default_model_that_is_not_whole_is_made_anew_not_refused(
@@ -480,7 +480,7 @@ def test_a_default_model_that_is_not_whole_is_made_anew_not_refused(
         (folder / file.name).symlink_to(file)
     (folder / "model.safetensors").unlink()
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
-    # Where nothing can be fetched, the attempt tells that it was made.
+    # Where nothing can be fetched, the attempt shows that it was made.
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", ""), ("PIP_CONFIG_FILE", os.devnull)):
         monkeypatch.setenv(name, value)
     assert main(["up", "--ephemeral"]) == 2

@@ -43,10 +43,10 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
         speculative_token_map="map.json",
     )
     assert found.draft == DraftOptions(speculative_algorithm=("NGRAM",), branch_length=20)
-    said: list[str] = []
-    alone = place_drafts(VerifyOptions(), replace(HEAD, speculative_algorithm=("EAGLE3",)), "auto", 1, said.append)
+    notices: list[str] = []
+    alone = place_drafts(VerifyOptions(), replace(HEAD, speculative_algorithm=("EAGLE3",)), "auto", 1, notices.append)
     assert alone.verify == replace(found.verify, speculative_algorithm=("EAGLE3",)) and alone.draft is None
-    assert said == ["a draft model inside rounds runs without a draft service: --branch-length has no effect"]
+    assert notices == ["a draft model inside rounds runs without a draft service: --branch-length has no effect"]
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("0,-1,1", 1), ("-1,0", 0), ("", 0), (" 1 ", 1)])

@@ -237,19 +237,19 @@ def test_drafting_inside_rounds_is_sized_as_the_service_sizes_it(
 
     head = shipped_head("smollm2")
     words = ["--model=smollm2", "--gpu=L4", "--draft-placement=colocated", "--speculative-algorithm=EAGLE3"]
-    _, told = plan(capsys, *words, f"--speculative-draft-model-path={head}")
+    _, report = plan(capsys, *words, f"--speculative-draft-model-path={head}")
     meta, options = torch.device("meta"), VerifyOptions(speculative_algorithm=("EAGLE3",))
     options = replace(options, speculative_draft_model_path=str(head))
     draft = load_draft_model(options.draft_model(str(model_path)), meta, torch.bfloat16)
     memory = GPUS["L4"].memory
-    free = memory - CONTEXT_BYTES - told["weights"] - told["draft"]["weights"]
+    free = memory - CONTEXT_BYTES - report["weights"] - report["draft"]["weights"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, memory))
     target = CausalLM(ModelConfig.from_folder(model_path), torch.bfloat16, meta)
     real = gpu_tokens(options, target, RoundDraft(draft, DraftingOptions("eagle3"), False))
-    assert told["kv_tokens"] == pytest.approx(real, abs=16) and told["colocated_per_token"] > 0
-    assert told["features_per_token"] == 0, "they are in the budget"
+    assert report["kv_tokens"] == pytest.approx(real, abs=16) and report["colocated_per_token"] > 0
+    assert report["features_per_token"] == 0, "they are in the budget"
     _, remote = plan(capsys, *words[:2])
-    assert told["kv_tokens"] < remote["kv_tokens"]
+    assert report["kv_tokens"] < remote["kv_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -265,28 +265,28 @@ def test_graphs_are_counted_as_they_are_captured(running: int, nodes: int, most:
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", "--json", *words])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return code, told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, report
 
 
 def test_an_8b_model_on_a_known_gpu(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=h100", "--request-tokens=4096")
-    assert code == 0 and told["fits"]
-    assert (told["kv_per_token"], told["kv_per_page"]) == (131072, 2 << 20)
-    assert told["weights"] == 2 * told["parameters"] == 16060522496
-    assert told["requests"] == 32, "as many as a round takes"
+    code, report = plan(capsys, f"--model={llama_8b}", "--gpu=h100", "--request-tokens=4096")
+    assert code == 0 and report["fits"]
+    assert (report["kv_per_token"], report["kv_per_page"]) == (131072, 2 << 20)
+    assert report["weights"] == 2 * report["parameters"] == 16060522496
+    assert report["requests"] == 32, "as many as a round takes"
     # All but the embedding's 1 GiB is read.
-    assert told["round_floor_seconds"] == pytest.approx((16060522496 - 2 * 128256 * 4096) / 3.35e12)
-    assert told["num_graphs"] == 48
+    assert report["round_floor_seconds"] == pytest.approx((16060522496 - 2 * 128256 * 4096) / 3.35e12)
+    assert report["num_graphs"] == 48
 
 
 def test_a_rank_has_its_part(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", f"--model={llama_8b}", "--speculative-algorithm=NGRAM", "--gpu=h200", "--json"]
-    told = []
+    reports = []
     for more in ([], ["--tensor-parallel-size=4"]):
         assert main([*argv, *more]) == 0
-        told.append(json.loads(capsys.readouterr().out))
-    one, four = told
+        reports.append(json.loads(capsys.readouterr().out))
+    one, four = reports
     assert four["num_ranks"] == 4 and four["kv_per_token"] * 4 == one["kv_per_token"]
     # Of the embedding every rank has all, and norms are small.
     embedding = 2 * 128256 * 4096
@@ -316,9 +316,9 @@ def test_a_rank_has_its_part_of_a_head_inside_rounds(
 def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     llama_8b: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, told = plan(capsys, f"--model={llama_8b}", "--gpu-memory=12GiB")
-    assert code == 1 and not told["fits"] and "do not fit" in told["warnings"][0]
-    assert told["context"] == told["requests"] == 0
+    code, report = plan(capsys, f"--model={llama_8b}", "--gpu-memory=12GiB")
+    assert code == 1 and not report["fits"] and "do not fit" in report["warnings"][0]
+    assert report["context"] == report["requests"] == 0
     assert main(["plan", f"--model={llama_8b}", "--gpu-memory=12GiB"]) == 1
     text = capsys.readouterr().out
     assert "warning: weights and KV do not fit" in text
@@ -326,7 +326,7 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--max-total-tokens=64"], "--max-total-tokens: 64 tokens are too few to warm up; allow at least 512"),
         (["--context-length=200000"], "--context-length: 200000 is over the 131072 positions of the model"),
@@ -338,25 +338,25 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     ],
 )
 def test_what_the_service_refuses_is_refused(
-    llama_8b: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    llama_8b: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"--model={llama_8b}", "--gpu=L4", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_cuda_itself_is_counted_once_with_what_the_share_is_for(
     model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"--model={model_path}", "--mem-fraction-static=0.98", "--speculative-algorithm=NGRAM"]
-    _, told = plan(capsys, *words, "--gpu=L4")
-    assert told["graphs"] < told["outside"] < told["graphs"] + CONTEXT_BYTES and told["warnings"] == []
-    _, told = plan(capsys, *words, "--gpu-memory=8GiB")
-    assert told["warnings"] == ["--mem-fraction-static leaves too little for CUDA graphs; lower it"]
+    _, report = plan(capsys, *words, "--gpu=L4")
+    assert report["graphs"] < report["outside"] < report["graphs"] + CONTEXT_BYTES and report["warnings"] == []
+    _, report = plan(capsys, *words, "--gpu-memory=8GiB")
+    assert report["warnings"] == ["--mem-fraction-static leaves too little for CUDA graphs; lower it"]
 
 
 def test_more_tokens_than_a_gpu_holds_do_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=10000000")
-    assert code == 1 and not told["fits"] and "--max-total-tokens" in told["warnings"][0]
+    code, report = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=10000000")
+    assert code == 1 and not report["fits"] and "--max-total-tokens" in report["warnings"][0]
     assert plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=4096")[0] == 0
 
 
@@ -398,10 +398,10 @@ def test_features_that_find_no_room_are_warned_of(
     (head / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}))
     words = [f"--model={llama_8b}", "--gpu=H200", "--speculative-algorithm=EAGLE3"]
     words += [f"--speculative-draft-model-path={head}"]
-    _, told = plan(capsys, *words, "--mem-fraction-static=0.98")
-    assert told["features_per_token"] == 8192 and "the head is not used" in told["warnings"][0]
-    _, told = plan(capsys, *words, "--mem-fraction-static=0.8")
-    assert told["warnings"] == []
+    _, report = plan(capsys, *words, "--mem-fraction-static=0.98")
+    assert report["features_per_token"] == 8192 and "the head is not used" in report["warnings"][0]
+    _, report = plan(capsys, *words, "--mem-fraction-static=0.8")
+    assert report["warnings"] == []
 
 
 def test_without_a_gpu_the_sizes_alone_are_told(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,8 +427,8 @@ def test_the_parts_of_a_gpu_s_memory_add_up(model_path: Path, capsys: pytest.Cap
     assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
     words = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
     parts = ("weights", "logits and sampling", "CUDA itself, about", "KV cache")
-    told = sum(float(words[name][0]) * units[words[name][1]] for name in parts)
-    assert told == pytest.approx(0.88 * 22.5 * GIB, rel=1e-3)
+    total = sum(float(words[name][0]) * units[words[name][1]] for name in parts)
+    assert total == pytest.approx(0.88 * 22.5 * GIB, rel=1e-3)
 
 
 def test_a_round_of_all_requests_says_how_many_and_how_long(
@@ -454,7 +454,7 @@ def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         ("EAGLE9", "'EAGLE9' is not known; use one of DFLASH"),
         ("EAGLE9,NGRAM", "'EAGLE9' is not known; use one of DFLASH"),
@@ -462,10 +462,10 @@ def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: 
     ],
 )
 def test_a_drafter_that_there_is_not_is_no_missing_draft_model(
-    names: str, said: str, model_path: Path, capsys: pytest.CaptureFixture[str]
+    names: str, message: str, model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"--model={model_path}", f"--speculative-algorithm={names}"]) == 2
-    assert f"--speculative-algorithm: {said}" in capsys.readouterr().err
+    assert f"--speculative-algorithm: {message}" in capsys.readouterr().err
 
 
 def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_sizes_that_are_none_and_models_that_are_not_there_are_named(
     model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = f"--model={model_path}"
-    for words, said in (
+    for words, message in (
         ([model, "--gpu="], "--gpu: '' is not known"),
         ([model, "--gpu-memory="], "--gpu-memory: '' is no size"),
         ([model, "--bandwidth=1e-300"], "--bandwidth: '1e-300' is no size"),
@@ -492,4 +492,4 @@ def test_sizes_that_are_none_and_models_that_are_not_there_are_named(
         ),
     ):
         assert main(["plan", *words]) == 2
-        assert f"error: {said}" in capsys.readouterr().err
+        assert f"error: {message}" in capsys.readouterr().err

@@ -26,13 +26,13 @@ def test_published_models_are_planned_with_the_parameters_that_they_have(
     fields, parameters = MODELS[name]["config"], MODELS[name]["parameters"]
     (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
     assert main(["plan", f"--model={tmp_path}", "--gpu-memory=400GiB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     config = ModelConfig.from_fields(fields, {})
     # Norms of heads are kept once a head; attention sinks are not counted.
     heads = config.num_heads + config.num_kv_heads
     copies = (heads - 2) * config.head_dim * config.num_layers if config.qk_norm else 0
     sinks = config.num_heads * config.num_layers if config.family.sinks else 0
-    assert told["parameters"] == parameters + copies - sinks
-    assert bool(told["quantization"]) == ("quantization_config" in fields)
-    assert told["weights"] + told["saved"] == told["parameters"] * told["item_bytes"]
-    assert (told["saved"] > 0) == bool(told["quantization"])
+    assert report["parameters"] == parameters + copies - sinks
+    assert bool(report["quantization"]) == ("quantization_config" in fields)
+    assert report["weights"] + report["saved"] == report["parameters"] * report["item_bytes"]
+    assert (report["saved"] > 0) == bool(report["quantization"])

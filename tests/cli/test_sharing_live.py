@@ -31,10 +31,10 @@ def texts(live: Cluster, prompt: list[int], **fields: int) -> list[str]:
 def test_answers_to_one_prompt(live: Cluster) -> None:
     before = num_prefilled(live)
     prompt = [5 + at * at % 47 for at in range(150)]
-    said = texts(live, prompt, n=4)
+    answers = texts(live, prompt, n=4)
     # Of the second to fourth no more than the last page.
     assert 150 <= num_prefilled(live) - before <= 150 + 3 * 16
-    assert len(said) == 4 and len(set(said)) == 1
+    assert len(answers) == 4 and len(set(answers)) == 1
 
 
 def test_requests_that_come_together_and_begin_alike(live: Cluster) -> None:

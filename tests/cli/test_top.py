@@ -56,17 +56,17 @@ def views(live: Cluster) -> dict[str, PageView]:
         await client.close()
 
     asyncio.run(load())
-    # A draft's engine tells its page a few times a second what it has done, and a load may be over sooner.
+    # A draft's engine reports to its page a few times a second what it has done, and a load may be over sooner.
     wait_until(lambda: MetricsPage.read(drafted).total("outrider_draft_commits") > commits_before)
     return {view.kind: view for view in watch.read()}
 
 
 def test_real_pages_tell_what_a_load_did(views: dict[str, PageView]) -> None:
     gateway, verify, draft = (figures(views[name]) for name in ("gateway", "verify", "draft"))
-    for told in (gateway, verify):
-        assert number(told["tokens/s"]) > 0 and number(told["accept length"]) > 1
-        assert number(told["accepted by depth, %"]) > 0
-        assert told["running"] == "0"
+    for shown in (gateway, verify):
+        assert number(shown["tokens/s"]) > 0 and number(shown["accept length"]) > 1
+        assert number(shown["accepted by depth, %"]) > 0
+        assert shown["running"] == "0"
     assert gateway["errors"] == "1" and gateway["invalid_value grpc"] == "1"
     assert gateway["replicas"] == "1 of 1 ready" and number(gateway["ttft p99"]) > 0
     assert verify["drafts"] == "1 of 1" and verify["preemptions"] == "0" and verify["pages"].endswith(" of 256")
@@ -111,11 +111,11 @@ def test_what_a_terminal_has_no_room_for_is_counted() -> None:
 def test_help_explains_every_figure(views: dict[str, PageView], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["top", "--help"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     shown = {figure.name for view in views.values() for figure in view.figures}
     plain = {"tokens/s", "requests/s", "rounds/s", "nodes/s", "commits/s", "bursts/s", "running", "waiting", "errors"}
     words = {name.removesuffix(" p50").removesuffix(" p99") for name in shown - plain if not name.startswith(" ")}
-    assert [word for word in sorted(words) if f"  {word} " not in told and not word.startswith("answer of ")] == []
+    assert [word for word in sorted(words) if f"  {word} " not in output and not word.startswith("answer of ")] == []
 
 
 def test_once_prints_a_line_for_each_page(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,14 +144,14 @@ def test_what_would_help_is_told_of_an_address_that_shows_no_page(
     live: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rest = live.rest_url
-    for page, told in (
+    for page, message in (
         ("127.0.0.1:1", "Connection refused; nobody listens there: give the REST door of a gateway or a --metrics-"),
         (rest.replace("http:", "https:"), "; begin it with http:// where the door has no TLS"),
         (f"{rest}/v1/none", "answers 404 Not Found; give the REST door of a gateway or a --metrics-address"),
         (f"{rest}/version", "is no metrics page; give the REST door of a gateway or a --metrics-address"),
     ):
         assert main(["top", "--once", "--interval=0.05", page]) == 1
-        assert told in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["top", "--connect=127.0.0.1:1"])
     assert "--connect: not an option of top; give pages as arguments: outrider top host:port" in capsys.readouterr().err
@@ -164,13 +164,13 @@ def in_terminal(kind: str, page: str) -> str:
     environment = {**os.environ, "TERM": kind, "COLUMNS": "100"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=ROOT) as process:
         os.close(theirs)
-        told = b""
+        data = b""
         with contextlib.suppress(OSError):  # Linux's end of a terminal whose other side is gone
             while part := os.read(ours, 65536):
-                told += part
+                data += part
         assert process.wait(30) == 0
     os.close(ours)
-    return told.decode()
+    return data.decode()
 
 
 def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
@@ -180,8 +180,8 @@ def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
 
 
 def test_a_terminal_that_draws_nothing_gets_lines(live: Cluster) -> None:
-    told = in_terminal("dumb", live.metrics_url("verify"))
-    assert "\x1b" not in told and told.count(" verify 127.0.0.1") == 2 and told.count("hit rate") == 2
+    output = in_terminal("dumb", live.metrics_url("verify"))
+    assert "\x1b" not in output and output.count(" verify 127.0.0.1") == 2 and output.count("hit rate") == 2
 
 
 def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
@@ -209,9 +209,9 @@ def test_acceptance_is_of_the_same_rounds_on_every_page() -> None:
     verify = [f"outrider_verify_{name}" for name in ("accept_length", "accepted_tokens_per_position", "drafted_rounds")]
     vllm = [f"vllm:spec_decode_num_{name}" for name in ("accepted_tokens_per_pos", "drafts")]
     pages = [page(*verify, ""), page("outrider_gateway_accept_length", *vllm, 'model_name="m"')]
-    told = [figures(page_view("x", one, MetricsPage(), 1.0)) for one in pages]
-    assert [one["accepted by depth, %"] for one in told] == ["30", "30"]
-    assert [one["accept length"] for one in told] == ["1.30", "1.30"]
+    shown = [figures(page_view("x", one, MetricsPage(), 1.0)) for one in pages]
+    assert [one["accepted by depth, %"] for one in shown] == ["30", "30"]
+    assert [one["accept length"] for one in shown] == ["1.30", "1.30"]
 
 
 def test_a_page_of_somebody_else_is_told() -> None:

@@ -147,16 +147,16 @@ def test_nohup_keeps_everything_running_when_the_terminal_goes(tmp_path: Path, m
 
 def test_up_ends_when_nobody_reads_what_it_prints_as_at_the_end_of_a_terminal(tmp_path: Path, model_path: Path) -> None:
     reader, writer = os.pipe()
-    with Up(tmp_path, model_path, output=writer) as up, open(reader) as told:
+    with Up(tmp_path, model_path, output=writer) as up, open(reader) as output:
         os.close(writer)
         numbers = {}
-        for line in told:
+        for line in output:
             if found := re.search(r"hello from (\w+), .*process (\d+)\n", line):
                 numbers[found[1]] = int(found[2])
             if len(numbers) == 3 and line.startswith("  metrics of gateway"):
                 break
-        told.close()
-        os.kill(numbers["verify"], signal.SIGKILL)  # which `up` has to tell
+        output.close()
+        os.kill(numbers["verify"], signal.SIGKILL)  # which `up` has to report
         assert up.process.wait(20) == 0
         assert not any(map(is_alive, numbers.values()))
         assert "Traceback" not in up.text
@@ -164,8 +164,8 @@ def test_up_ends_when_nobody_reads_what_it_prints_as_at_the_end_of_a_terminal(tm
 
 def test_up_ends_its_services_also_where_nobody_reads_what_it_prints_any_more(tmp_path: Path, model_path: Path) -> None:
     reader, writer = os.pipe()
-    with Up(tmp_path, model_path, output=writer) as up, open(reader) as told:
-        for line in told:
+    with Up(tmp_path, model_path, output=writer) as up, open(reader) as output:
+        for line in output:
             if line.startswith("  metrics of gateway"):
                 break
         os.set_blocking(writer, False)

@@ -196,10 +196,10 @@ def test_a_log_that_nobody_reads_stops_nobody_and_tells_later_what_it_lacks() ->
         rest = process.stderr.read().splitlines()
     assert all(f" x line {number} yyy" in line for number, line in enumerate(first))
     kept = [line for line in rest if " x line " in line]
-    (told,) = [line for line in rest if "lines were left out here: nobody read them" in line]
-    num_left_out = int(told.split(" lines were left out")[0].split()[-1])
+    (notice,) = [line for line in rest if "lines were left out here: nobody read them" in line]
+    num_left_out = int(notice.split(" lines were left out")[0].split()[-1])
     num_whole = sum(line.endswith("y" * 1500) for line in kept)
-    assert len(first) + num_whole + num_left_out == 2000 and rest[-2:] == [told, rest[-1]]
+    assert len(first) + num_whole + num_left_out == 2000 and rest[-2:] == [notice, rest[-1]]
     assert rest[-1].endswith("x the last")
 
 

@@ -86,10 +86,10 @@ def test_secrets_are_read_where_they_lie_and_options_come_from_their_files(tmp_p
 def test_what_is_read_is_what_compose_itself_reads(profile: str, tmp_path: Path) -> None:
     files = [ROOT / "compose.yaml", ROOT / SECRETS]
     words = [word for file in files for word in ("-f", str(file))]
-    told = tmp_path / "compose.yaml"
-    told.write_text(run(*compose_command(), *words, "--profile", profile, "config"))
+    config_file = tmp_path / "compose.yaml"
+    config_file.write_text(run(*compose_command(), *words, "--profile", profile, "config"))
     ours = plan(read_compose(files, os.environ), profile, tmp_path, fixed_ports=True)
-    assert plan(read_compose([told], {}), profile, tmp_path, fixed_ports=True) == ours
+    assert plan(read_compose([config_file], {}), profile, tmp_path, fixed_ports=True) == ours
 
 
 @pytest.mark.slow

@@ -52,15 +52,15 @@ def container(found: Manifests, name: str) -> Manifest:
 def environment(found: Manifests, name: str) -> dict[str, str]:
     """What the container's variables are, with limits of 4 CPUs."""
     config = found["ConfigMap", "outrider"]["data"]
-    told = {}
+    variables = {}
     for entry in container(found, name)["env"]:
         source = entry.get("valueFrom", {})
         assert ("value" in entry) != bool(source)
         if "configMapKeyRef" in source:
-            told[entry["name"]] = config[source["configMapKeyRef"]["key"]]
+            variables[entry["name"]] = config[source["configMapKeyRef"]["key"]]
         else:
-            told[entry["name"]] = entry.get("value", "4")
-    return told
+            variables[entry["name"]] = entry.get("value", "4")
+    return variables
 
 
 def options(found: Manifests, name: str) -> ServiceOptions:
@@ -111,12 +111,12 @@ def sorted_lists(value: Any) -> Any:
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", OPTION_TYPES)
 def test_what_containers_are_told_are_options_of_their_service_as_compose_tells_them(profile: str, name: str) -> None:
-    told = environment(everything(profile), name)
-    assert set(told) <= {f"OUTRIDER_{field.upper()}" for field in OPTION_TYPES[name].__dataclass_fields__}
+    variables = environment(everything(profile), name)
+    assert set(variables) <= {f"OUTRIDER_{field.upper()}" for field in OPTION_TYPES[name].__dataclass_fields__}
     assert options(everything(profile), name)
     compose = COMPOSE[f"{name}{PROFILES[profile]}"]
-    unlike = {key for key in told if key not in compose["environment"]}
-    assert unlike <= {key for key in told if key.endswith("_FILE")} | {"OUTRIDER_THREADS", "OUTRIDER_DTYPE"}
+    unlike = {key for key in variables if key not in compose["environment"]}
+    assert unlike <= {key for key in variables if key.endswith("_FILE")} | {"OUTRIDER_THREADS", "OUTRIDER_DTYPE"}
     image = re.sub(r"\$\{\w+:-(.*)\}", r"\1", compose["image"])
     # Compose has one image for what shares its namespaces; n-grams alone need no GPU's.
     assert container(everything(profile), name)["image"].removesuffix("-cuda") == image.removesuffix("-cuda")

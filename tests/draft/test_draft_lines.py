@@ -122,11 +122,11 @@ def call(offer: LineOffer) -> Line[DraftBatch]:
     return line
 
 
-def say(line: Line[DraftBatch], *messages: VerifyMessage) -> None:
+def send(line: Line[DraftBatch], *messages: VerifyMessage) -> None:
     line.send(VerifyBatch(list(messages)))
 
 
-async def hear(line: Line[DraftBatch]) -> list[DraftMessage]:
+async def receive(line: Line[DraftBatch]) -> list[DraftMessage]:
     """The next messages; none if the line is closed."""
     async with asyncio.timeout(20):
         while not line.closed:
@@ -136,18 +136,18 @@ async def hear(line: Line[DraftBatch]) -> list[DraftMessage]:
     return []
 
 
-async def hear_of(line: Line[DraftBatch], request: int) -> int:
-    """The first token that grows for a request: the draft may tell of others, or acknowledge the request, before."""
-    while messages := await hear(line):
+async def receive_first_token(line: Line[DraftBatch], request: int) -> int:
+    """The first token that grows for a request: messages of others, or an acknowledgement, may come before."""
+    while messages := await receive(line):
         for message in messages:
             if isinstance(message, Grow) and message.request == request and len(message.token_ids):
                 return int(message.token_ids[0])
     raise AssertionError("the line was closed")
 
 
-async def hear_out(line: Line[DraftBatch]) -> None:
-    """Until the line is closed: what the draft told before may still come in."""
-    while await hear(line):
+async def drain(line: Line[DraftBatch]) -> None:
+    """Until the line is closed: what the draft sent before may still come in."""
+    while await receive(line):
         pass
 
 
@@ -160,14 +160,14 @@ async def test_trees_grow_on_a_line_and_the_stream_stays_silent(address: str) ->
     async with open_channel(address) as channel:
         stream = Stream(channel)
         line = call(await offer_of(stream))
-        say(line, open_message([1, 2, 3, 1, 2]))
-        assert await hear_of(line, request=1) == 3
-        say(line, Close(1))
+        send(line, open_message([1, 2, 3, 1, 2]))
+        assert await receive_first_token(line, request=1) == 3
+        send(line, Close(1))
         # What comes through the stream is answered, too, and the answer takes the line.
         await stream.send(open_message([5, 6, 7, 5, 6], request=2))
-        assert await hear_of(line, request=2) == 7
+        assert await receive_first_token(line, request=2) == 7
         stream.call.cancel()
-        await hear_out(line)
+        await drain(line)
 
 
 async def test_a_batch_of_no_features_harms_nobody(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ async def test_a_batch_of_no_features_harms_nobody(tmp_path: Path) -> None:
         line = call(await offer_of(stream))
         for _ in range(40):  # an engine whose turns fail so often ends
             line.send(FeatureBatch([]))
-        say(line, open_message([1, 2, 3, 1, 2]))
-        assert await hear_of(line, request=1) == 3
+        send(line, open_message([1, 2, 3, 1, 2]))
+        assert await receive_first_token(line, request=1) == 3
 
 
 async def test_sessions_have_lines_of_their_own(address: str) -> None:
@@ -185,26 +185,26 @@ async def test_sessions_have_lines_of_their_own(address: str) -> None:
         streams = [Stream(channel) for _ in range(3)]
         lines = [call(await offer_of(stream)) for stream in streams]
         for number, line in enumerate(lines):
-            say(line, open_message([40 + number, 20, 9 + number, 40 + number, 20]))
+            send(line, open_message([40 + number, 20, 9 + number, 40 + number, 20]))
         for number, line in enumerate(lines):
-            assert await hear_of(line, request=1) == 9 + number
+            assert await receive_first_token(line, request=1) == 9 + number
 
 
 async def test_a_line_that_is_lost_ends_its_session_and_no_other(address: str) -> None:
     async with open_channel(address) as channel:
         lost, other = Stream(channel), Stream(channel)
         first, second = call(await offer_of(lost)), call(await offer_of(other))
-        say(first, open_message([1, 2, 3, 1, 2]))
-        await hear(first)
+        send(first, open_message([1, 2, 3, 1, 2]))
+        await receive(first)
         first.close()
         assert await ends(lost) is grpc.StatusCode.UNAVAILABLE
-        say(second, open_message([1, 2, 3, 1, 2]))
-        assert await hear(second)
+        send(second, open_message([1, 2, 3, 1, 2]))
+        assert await receive(second)
         # The session can be had again.
         renewed = Stream(channel)
         third = call(await offer_of(renewed))
-        say(third, open_message([1, 2, 3, 1, 2]))
-        assert await hear(third)
+        send(third, open_message([1, 2, 3, 1, 2]))
+        assert await receive(third)
 
 
 @pytest.mark.parametrize("kind", ["garbage", "absurd length", "another hello", "wrong message"])
@@ -212,8 +212,8 @@ async def test_what_makes_no_sense_ends_the_session(kind: str, address: str) -> 
     async with open_channel(address) as channel:
         stream = Stream(channel)
         line = call(await offer_of(stream))
-        say(line, open_message([1, 2, 3, 1, 2]))
-        assert await hear(line)
+        send(line, open_message([1, 2, 3, 1, 2]))
+        assert await receive(line)
         match kind:
             case "garbage":
                 os.write(line.fileno(), b"\x03\x00\x00\x00abc")
@@ -223,7 +223,7 @@ async def test_what_makes_no_sense_ends_the_session(kind: str, address: str) -> 
                 line.send(LineHello("again"))
             case _:
                 line.send(DraftBatch([Grow(1, 0, 5, 5, 1)]))
-        await hear_out(line)
+        await drain(line)
         assert await ends(stream) is grpc.StatusCode.UNAVAILABLE
 
 
@@ -231,15 +231,15 @@ async def test_who_names_no_session_is_sent_away(address: str) -> None:
     async with open_channel(address) as channel:
         stream = Stream(channel)
         offer = await offer_of(stream)
-        assert await hear(call(replace(offer, token="0" * 32))) == []
+        assert await receive(call(replace(offer, token="0" * 32))) == []
         silent = call(replace(offer, token="1" * 32))
         silent.send(VerifyBatch([Close(1)]))
-        assert await hear(silent) == []
+        assert await receive(silent) == []
         line = call(offer)
-        say(line, open_message([1, 2, 3, 1, 2]))
-        assert await hear(line)
+        send(line, open_message([1, 2, 3, 1, 2]))
+        assert await receive(line)
         # A token is good for one call.
-        assert await hear(call(offer)) == []
+        assert await receive(call(offer)) == []
 
 
 async def test_lines_can_be_turned_off(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ async def test_a_socket_may_lie_in_a_folder_and_goes_with_the_service(tmp_path: 
         offer = await offer_of(stream)
         assert [path.name for path in folder.iterdir()] == [Path(offer.path).name]
         line = call(offer)
-        say(line, open_message([1, 2, 3, 1, 2]))
-        assert await hear(line)
+        send(line, open_message([1, 2, 3, 1, 2]))
+        assert await receive(line)
     assert not list(folder.iterdir())
 
 
@@ -324,7 +324,7 @@ def test_only_this_host_is_called(tmp_path: Path) -> None:
 
 def test_a_draft_of_a_release_that_packs_messages_otherwise_is_not_called(short_folder: Path) -> None:
     listener = Listener(str(short_folder))
-    for host in (host_id(), f"{host_id()}/0123456789abcdef"):  # what the first releases said, and what others may say
+    for host in (host_id(), f"{host_id()}/0123456789abcdef"):  # what the first releases sent, and what others may send
         assert dial(host, listener.path, "token") is None
     assert listener.accept() == []
     listener.close()
@@ -384,7 +384,7 @@ def test_a_line_that_stalls_leaves_its_place_to_others(monkeypatch: pytest.Monke
     # The new line's socket may have the number of the lost one's.
     named(2, "two")
     assert not poll.poll(0)
-    say(other, Close(7))
+    send(other, Close(7))
     assert poll.poll(0)
     assert lines.take([]) == [FromVerify(2, [Close(7)])]
     lines.close()

@@ -140,8 +140,8 @@ async def test_an_engine_answers_each_session_and_forgets_those_that_end() -> No
         remote.submit(second, [open_message([5]), commit_message(9, [1])])
         (grow,) = (one for one in await first.next() if isinstance(one, Grow))
         assert grow.acked_len == 2
-        heard = await second.next()
-        assert any(isinstance(one, Decline) for one in heard)
+        received = await second.next()
+        assert any(isinstance(one, Decline) for one in received)
         assert (await remote.ask()).num_requests == 2
         remote.detach(first)
         assert (await remote.ask()).num_requests == 1
@@ -203,8 +203,8 @@ async def test_a_door_that_hangs_up_ends_the_engine_with_1() -> None:
 async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
-    told: list[str] = []
-    loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
+    errors: list[str] = []
+    loop.set_exception_handler(lambda loop, context: errors.append(context["message"]))
     with theirs:
         _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
         theirs.sendall(pack(Ready(DrafterProfile(Hello(1, 2, "ngram")))))
@@ -214,7 +214,7 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
         theirs.sendall(b"\x01\x00\x00\x00\xc1")
         await asyncio.wait_for(remote.lost(), 20)
     await asyncio.wait_for(drained, 20)
-    assert not remote.alive and told
+    assert not remote.alive and errors
 
 
 def test_counts_become_metrics_and_add_up() -> None:

@@ -92,7 +92,7 @@ async def test_features_are_read_from_the_ring_and_it_is_unmapped_in_the_end(ser
     stream.call.cancel()
     async with asyncio.timeout(20):
         assert await end.call.read() is grpc.aio.EOF
-        while not mapper.mapped[0].closed:  # the door hears of it on its own time
+        while not mapper.mapped[0].closed:  # the door learns of it on its own time
             await asyncio.sleep(0)
 
 
@@ -122,9 +122,9 @@ async def test_a_ring_that_is_mapped_when_its_stream_has_ended_is_unmapped_at_on
     end.call.cancel()
     await asyncio.wait([begun])
     async with asyncio.timeout(20):
-        while door.thread.features.streams:  # the door hears of it on its own time
+        while door.thread.features.streams:  # the door learns of it on its own time
             await asyncio.sleep(0)
-    # What the engine hears of another session's features it hears after that.
+    # What the engine receives of another session's features it receives after that.
     stream, token = await greet(door)
     await opened(stream, 1)
     other = FeaturesEnd(door)
@@ -163,10 +163,10 @@ async def test_a_line_tells_of_features_in_the_ring_and_hears_of_releases(serve:
     assert [part.rows for _, part in drafter.features] == [expected]
     # A place outside costs the request that it is of, and nobody the session.
     line.send(FeatureBatch([outside]))
-    told: list[DraftMessage] = []
+    received: list[DraftMessage] = []
     async with asyncio.timeout(20):
-        while not any(isinstance(one, Decline) for one in told):
-            told += [one for batch in line.receive() for one in batch.messages]
+        while not any(isinstance(one, Decline) for one in received):
+            received += [one for batch in line.receive() for one in batch.messages]
             await asyncio.sleep(0)
     assert len(drafter.features) == 1 and not line.closed
     line.close()

@@ -45,9 +45,9 @@ def ngram() -> Drafter:
     return NgramDrafter(DraftOptions())
 
 
-async def converse(door: Door, method: str, said: list[bytes]) -> grpc.StatusCode:
-    """Say it all, hear the end. Who is refused in the middle cannot say the rest."""
-    call = door.channel.stream_stream(method)(iter(said))
+async def converse(door: Door, method: str, sent: list[bytes]) -> grpc.StatusCode:
+    """Send all messages, and read to the end. Who is refused in the middle cannot send the rest."""
+    call = door.channel.stream_stream(method)(iter(sent))
     try:
         async for _ in call:
             pass
@@ -98,7 +98,7 @@ async def test_any_conversation_leaves_the_next_session_served(serve: Serve, mak
     @fuzz
     @given(st.lists(conversation, min_size=1, max_size=3))
     async def attack(conversations: list[list[bytes]]) -> None:
-        await asyncio.gather(*(converse(door, SPECULATE, said) for said in conversations))
+        await asyncio.gather(*(converse(door, SPECULATE, sent) for sent in conversations))
 
     await run_async(attack)
     await still_serves(door)
@@ -136,11 +136,11 @@ def _begin(message: Any, fits: bool, real_token: bool) -> tuple[Any, bool]:
 @pytest.mark.parametrize("num_messages", [5])
 async def test_any_features_stream_leaves_the_next_session_served(serve: Serve, num_messages: int) -> None:
     door = await serve(FeatureTaker())
-    said = st.lists(wire(draft_pb2.DraftServiceFeaturesRequest), max_size=num_messages)
+    sent = st.lists(wire(draft_pb2.DraftServiceFeaturesRequest), max_size=num_messages)
 
     @fuzz
-    @given(begins | st.none(), said)
-    async def attack(begin: tuple[Any, bool] | None, said: list[bytes]) -> None:
+    @given(begins | st.none(), sent)
+    async def attack(begin: tuple[Any, bool] | None, sent: list[bytes]) -> None:
         stream = door.stream()
         await stream.send(TARGET)
         theirs = await stream.receive()
@@ -151,7 +151,7 @@ async def test_any_features_stream_leaves_the_next_session_served(serve: Serve, 
             if real_token:
                 message.begin.token = theirs.features_token
             first = [message.SerializeToString()]
-        await converse(door, FEATURES, first + said)
+        await converse(door, FEATURES, first + sent)
         stream.call.cancel()
 
     await run_async(attack)

@@ -123,8 +123,8 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot_be_loaded(
             await process.stop()
         finally:
             await process.close()
-    said = capfd.readouterr().err
-    assert f"only n-grams draft, {tmp_path}/none is not used: " in said
+    stderr = capfd.readouterr().err
+    assert f"only n-grams draft, {tmp_path}/none is not used: " in stderr
 
 
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:

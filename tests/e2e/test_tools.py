@@ -131,13 +131,13 @@ def test_an_answer_has_its_form_or_is_a_call_with_and_without_speculation(
         "max_tokens": max_tokens,
     }
 
-    def said(speculation: str) -> Any:
+    def answer(speculation: str) -> Any:
         url = f"{cluster.rest_url}/v1/chat/completions"
         response = httpx.post(url, json=asked | {"speculation": speculation}, timeout=120)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]
 
-    drafted, plain = said("on"), said("off")
+    drafted, plain = answer("on"), answer("off")
     calls = [[call["function"] for call in choice["message"].get("tool_calls") or []] for choice in (drafted, plain)]
     assert calls[0] == calls[1] and drafted["message"]["content"] == plain["message"]["content"]
     if drafted["finish_reason"] == "stop":

@@ -16,16 +16,18 @@ from verify_service.engine.round import Entry, Nodes
 from verify_service.executors.cuda import CudaExecutor
 
 Jobs = Sequence[tuple[Sequence[int], SamplingParams]]
-Said = list[tuple[list[int], list[TokenLogprobs]]]
+Answers = list[tuple[list[int], list[TokenLogprobs]]]
 """Of every request: its answer, and the answer's logprobs."""
 
 CHUNK = 16
 ANSWER_LEN = 20
 
 
-def run_rounds(executor: CudaExecutor, memory: Memory, jobs: Jobs, width: int, guesses: Said | None = None) -> Said:
+def run_rounds(
+    executor: CudaExecutor, memory: Memory, jobs: Jobs, width: int, guesses: Answers | None = None
+) -> Answers:
     """Run jobs, `width` at a time, with trees of right tokens, by `guesses`, and wrong ones; no trees without it."""
-    said: Said = [([], []) for _ in jobs]
+    answers: Answers = [([], []) for _ in jobs]
     waiting = list(enumerate(jobs))
     running: list[tuple[int, Request]] = []
     while waiting or running:
@@ -40,13 +42,13 @@ def run_rounds(executor: CudaExecutor, memory: Memory, jobs: Jobs, width: int, g
             tokens = list(result.token_ids)
             request.cached_len += entry.num_extend + max(len(tokens) - 1, 0)
             request.tokens += tokens
-            said[number][0].extend(tokens)
-            said[number][1].extend(result.logprobs)
-            if len(said[number][0]) >= ANSWER_LEN:
+            answers[number][0].extend(tokens)
+            answers[number][1].extend(result.logprobs)
+            if len(answers[number][0]) >= ANSWER_LEN:
                 running.remove((number, request))
                 memory.release(request)
                 executor.forget(request)
-    return said
+    return answers
 
 
 def _entry(memory: Memory, request: Request, text: list[int] | None) -> Entry:

@@ -177,9 +177,9 @@ def test_two_bursts_are_pending_at_once(folder: Path) -> None:
     host.tolerance = TOLERANCE[torch.float32]
     for row in range(4):
         host.open(row, prompt(9 + row))
-    told = [host.burst(6, 32, rows=[2 * half, 2 * half + 1]) for half in range(2)]
-    pending = [host.runner.launch(burst) for burst, _ in told]
-    for (burst, seeds), launched in zip(told, pending, strict=True):
+    bursts = [host.burst(6, 32, rows=[2 * half, 2 * half + 1]) for half in range(2)]
+    pending = [host.runner.launch(burst) for burst, _ in bursts]
+    for (burst, seeds), launched in zip(bursts, pending, strict=True):
         host.merge(burst, seeds, launched.wait())
         assert launched.done()
     assert host.num_checked > 100

@@ -63,7 +63,7 @@ def start() -> Iterator[Start]:
         assert len(executor.rows) == 0, "a row leaked"
 
 
-def said(answers: list[Answer]) -> list[tuple[list[int], list[object]]]:
+def content_of(answers: list[Answer]) -> list[tuple[list[int], list[object]]]:
     """Tokens, and logprobs with all their bits."""
     return [(answer.token_ids, [entry for update in answer.updates for entry in update.logprobs]) for answer in answers]
 
@@ -89,7 +89,7 @@ def test_deterministic_answers_are_the_same_bit_by_bit(
         for width, num_pages in ((1, 256), (4, 256), (8, 20)):
             engine, _ = start(model, guesses[name], deterministic=True, num_pages=num_pages)
             answers = run_all(engine, jobs(), width)
-            assert said(answers) == said(truth), (name, width, num_pages)
+            assert content_of(answers) == content_of(truth), (name, width, num_pages)
             accepted = sum(answer.num_accepted for answer in answers)
             assert accepted > 0 or name in ("none", "random")
             if num_pages == 20:
@@ -106,13 +106,13 @@ def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(tmp_path: Pat
     with torch.inference_mode():
         model.embedding[poison] = torch.nan  # type: ignore[attr-defined]
     plain = [(prompt, params) for prompt, params in jobs() if poison not in prompt]
-    # Deterministic, so that what others say shows the least trace. Their pages were those that failed before.
+    # Deterministic, so that what others answer shows the least trace. Their pages were those that failed before.
     engine, _ = start(model, deterministic=True, num_pages=48)
     expected = run_all(engine, plain, 4)
     for bad in ([poison], [1, 2, 3, poison, 4, 5, 6, 7, 8, 9, 10]):
         failed, *others = run_all(engine, [(bad, GREEDY), *plain], 4)
         assert isinstance(failed.updates[-1].error, InternalError) and not failed.token_ids
-        assert said(others) == said(expected)
+        assert content_of(others) == content_of(expected)
 
 
 def cancel_after(engine: ThreadedEngine, request: Request, num_updates: int) -> None:

@@ -55,9 +55,9 @@ def test_rounds_with_more_requests_than_are_captured_run_eagerly(small_models: C
     model = small_models()
     engine, executor = make_paged_engine(model, max_running=4, max_round_tokens=28, max_graph_rows=1)
     assert 0 < len(executor.graphs) < len(executor.buckets.all())
-    said = run_rounds(executor, engine.memory, jobs(), 4)
+    answers = run_rounds(executor, engine.memory, jobs(), 4)
     whole, whole_executor = make_paged_engine(model, max_running=4, max_round_tokens=28)
-    assert run_rounds(whole_executor, whole.memory, jobs(), 4) == said
+    assert run_rounds(whole_executor, whole.memory, jobs(), 4) == answers
 
 
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 0.02), (torch.bfloat16, 0.5)])

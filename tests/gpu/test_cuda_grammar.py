@@ -29,7 +29,7 @@ def test_tokens_under_a_grammar_are_the_same_with_any_draft(
 ) -> None:
     model = small_models(dtype=torch.float32)
     vocabulary = tiny_vocabulary(tmp_path)
-    said: dict[str, list[list[int]]] = {}
+    found: dict[str, list[list[int]]] = {}
     truth = None
     for name in ("none", "right", "mixed"):
         engine, executor = make_paged_engine(
@@ -43,10 +43,10 @@ def test_tokens_under_a_grammar_are_the_same_with_any_draft(
             engine.stop()
         assert len(executor.rows) == 0
         truth = truth or answers
-        said[name] = [answer.token_ids for answer in answers]
+        found[name] = [answer.token_ids for answer in answers]
         if name != "none":
             assert sum(answer.num_accepted for answer in answers) > 0
-    assert said["right"] == said["none"] and said["mixed"] == said["none"]
+    assert found["right"] == found["none"] and found["mixed"] == found["none"]
     complete = 0
     for (_, params), answer in zip(jobs(), truth or [], strict=True):
         assert answer.updates[-1].error is None

@@ -62,7 +62,7 @@ class Rounds:
             first.append(first[-1] + count)
         first += first[-1:] * padding_rows
         rows = [row for row, count in enumerate(own) for _ in range(count)] + [-1] * padding
-        told = {
+        lengths = {
             "first": first,
             "cached_len": cached + [0] * padding_rows,
             "table_rows": list(range(self.num_rows)),
@@ -70,9 +70,9 @@ class Rounds:
             "positions": positions + [0] * padding,
             "rows": rows,
         }
-        for name, values in told.items():
+        for name, values in lengths.items():
             getattr(self._tokens, name).copy_(ints(values))
-        return HostLengths(np.array(first, np.int32), np.array(told["cached_len"], np.int32))
+        return HostLengths(np.array(first, np.int32), np.array(lengths["cached_len"], np.int32))
 
     def batch(self) -> PagedBatch:
         return self._buffers.batch(self._tokens, self.tables, PAGE_SIZE, self.num_tokens, 4, by_path=False)
@@ -144,11 +144,11 @@ def test_prompts(head_dim: int, padding: int) -> None:
 def test_a_models_logits_hardly_depend_on_the_backend(small_models: Callable[..., CausalLM]) -> None:
     model = small_models("Qwen3")
     config = model.config
-    told = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
+    head_shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
     ids = torch.randint(0, config.vocab_size, (130,), generator=torch.Generator().manual_seed(4)).tolist()
     parents = [-1, 0, 1, 0, 3, 3, 2]
     logits = []
-    for attention in (FlashInferAttention(told, DEVICE), TritonAttention()):
+    for attention in (FlashInferAttention(head_shape, DEVICE), TritonAttention()):
         request = PagedRequest(model, attention)
         logits.append(
             torch.cat([request.prefill(ids[:60]), request.prefill(ids[60:123]), request.tree(ids[123:], parents)])
@@ -163,11 +163,11 @@ def test_an_engine_answers_with_it(small_models: Callable[..., CausalLM], trees:
 
     model = small_models()
     config = model.config
-    told = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
+    head_shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
     engine, executor = make_paged_engine(
         model,
         page_size=PAGE_SIZE,
-        attention=FlashInferAttention(told, DEVICE, trees),
+        attention=FlashInferAttention(head_shape, DEVICE, trees),
         max_running=2,
         max_round_tokens=8,
     )

@@ -48,8 +48,8 @@ def test_they_store_bit_by_bit_what_their_kernels_store(
 ) -> None:
     pairs = []
     for use_graphs in (True, False):
-        told = {"chunk_size": chunk_size, "deterministic": deterministic, "use_graphs": use_graphs}
-        pair = PrefillPair(small_models(dtype=dtype), **told, **SIZES)
+        options = {"chunk_size": chunk_size, "deterministic": deterministic, "use_graphs": use_graphs}
+        pair = PrefillPair(small_models(dtype=dtype), **options, **SIZES)
         assert is_captured(pair) == use_graphs
         run_story(pair, LAYERS)
         pairs.append(pair)
@@ -61,7 +61,7 @@ def test_they_store_bit_by_bit_what_their_kernels_store(
 
 
 def test_what_is_queued_at_once_is_not_mixed_up(small_models: Models) -> None:
-    """Chunks follow each other faster than the device runs them: each must find what was told of it."""
+    """Chunks follow each other faster than the device runs them: each must find its own inputs."""
     pair = PrefillPair(small_models(dtype=torch.float32), chunk_size=600, **SIZES)
     requests = [pair.request() for _ in range(4)]
     torch.cuda.synchronize()
@@ -103,5 +103,5 @@ def test_graphs_take_no_memory_when_they_run(small_models: Models) -> None:
     for request in requests:
         pair.launch((request, 60))
     torch.cuda.synchronize()
-    # What a chunk is told is read where graphs read it.
+    # The inputs of a chunk are read where graphs read it.
     assert torch.cuda.max_memory_allocated() <= before + (1 << 16)

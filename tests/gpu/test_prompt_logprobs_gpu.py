@@ -35,7 +35,7 @@ def ask(engine: ThreadedEngine, prompt: list[int], num_top: int = 3) -> Answer:
     return answer
 
 
-def told(answer: Answer) -> PromptLogprobs:
+def logprobs_of(answer: Answer) -> PromptLogprobs:
     assert answer.done.wait(60) and answer.updates[-1].error is None
     parts = [part for update in answer.updates for part in update.prompt_logprobs]
     assert [part.start for part in parts] == [1, *np.cumsum([len(part) for part in parts[:-1]]) + 1]
@@ -54,7 +54,7 @@ def test_they_are_those_of_transformers(tmp_path: Path) -> None:
     try:
         # Beside decoding, whose results are read while chunks still run.
         for prompt, answer in [(prompt, ask(engine, prompt)) for prompt in prompts()]:
-            got = told(answer)
+            got = logprobs_of(answer)
             with torch.inference_mode():
                 expected = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
             own = expected.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
@@ -71,8 +71,8 @@ def test_in_deterministic_mode_they_depend_on_nothing_beside_them(small_models: 
     engine, _ = make_paged_engine(model, deterministic=True, **SIZES)
     engine.start()
     try:
-        alone = [told(ask(engine, prompt)) for prompt in prompts()]
-        together = [told(answer) for answer in [ask(engine, prompt) for prompt in prompts()]]
+        alone = [logprobs_of(ask(engine, prompt)) for prompt in prompts()]
+        together = [logprobs_of(answer) for answer in [ask(engine, prompt) for prompt in prompts()]]
         assert together == alone
     finally:
         engine.stop()

@@ -36,15 +36,17 @@ def test_what_is_no_grammar_is_refused(vocabulary: GrammarVocabulary, source: st
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "problem"),
     [
         ("root ::= missing", "Rule 'missing' not found"),
         ('rule ::= "a"', "No 'root' rule found"),
         ('root ::= a-b\na-b ::= "c"\nA-B ::= "d"', "Rule 'A_B' already exists"),
     ],
 )
-def test_a_rule_that_is_missing_or_there_twice_is_named(vocabulary: GrammarVocabulary, source: str, said: str) -> None:
-    assert said in judge(ebnf(source), vocabulary).problem
+def test_a_rule_that_is_missing_or_there_twice_is_named(
+    vocabulary: GrammarVocabulary, source: str, problem: str
+) -> None:
+    assert problem in judge(ebnf(source), vocabulary).problem
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def main() -> None:
 
     width = 64
     burst = _burst(width)
-    told = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
+    reroots = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
     frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
-    frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
+    frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, reroots, width * _BRANCHING)
     frontier.add_seeds(burst.pool, torch.zeros(SEED_HEADER_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
     frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
     frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)

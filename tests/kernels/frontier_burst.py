@@ -158,20 +158,20 @@ class Burst:
         device = self.header.device
         self.append(tokens.to(device), scores.to(device), functions)
 
-    def told(self, roots: dict[int, tuple[int, int, float]], more: dict[int, list[int]]) -> Tensor:
-        """What rows are told: by row the new root's pool index, tree slot and path score; by row more tree slots."""
-        told = torch.full((len(self.rows.table_rows), REROOT_WORDS + self.region), 88, dtype=torch.int32)
-        told[:, :REROOT_WORDS] = torch.tensor([-1, -1, 0, 0], dtype=torch.int32)
+    def reroot_input(self, roots: dict[int, tuple[int, int, float]], more: dict[int, list[int]]) -> Tensor:
+        """The input of `reroot`: by row the new root's pool index, tree slot and path score; by row more tree slots."""
+        reroots = torch.full((len(self.rows.table_rows), REROOT_WORDS + self.region), 88, dtype=torch.int32)
+        reroots[:, :REROOT_WORDS] = torch.tensor([-1, -1, 0, 0], dtype=torch.int32)
         for row, (index, slot, score) in roots.items():
             bits = int(torch.tensor([score]).view(torch.int32))
-            told[row, :3] = torch.tensor([index, slot, bits], dtype=torch.int32)
+            reroots[row, :3] = torch.tensor([index, slot, bits], dtype=torch.int32)
         for row, slots in more.items():
-            told[row, 3] = len(slots)
-            told[row, REROOT_WORDS : REROOT_WORDS + len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        return told.to(self.header.device)
+            reroots[row, 3] = len(slots)
+            reroots[row, REROOT_WORDS : REROOT_WORDS + len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        return reroots.to(self.header.device)
 
-    def reroot(self, told: Tensor, functions: ModuleType = frontier) -> None:
-        functions.reroot_pool(self.header, self.pool, self.rows, self.plan, told, self.width * BRANCHING)
+    def reroot(self, reroots: Tensor, functions: ModuleType = frontier) -> None:
+        functions.reroot_pool(self.header, self.pool, self.rows, self.plan, reroots, self.width * BRANCHING)
 
     def add(self, seeds: list[Entry], functions: ModuleType = frontier) -> None:
         more = torch.full((SEED_HEADER_WORDS + NUM_FIELDS * MORE,), 66, dtype=torch.int32)
@@ -189,7 +189,7 @@ class Burst:
         room = self.pool.max_seeds - self.num_seeds
         return chain[: min(source.randrange(3), room)]
 
-    def random_told(self, source: random.Random) -> Tensor:
+    def random_reroot_input(self, source: random.Random) -> Tensor:
         """New roots that were run, by this burst or before, or not, and slots that nothing held, for some rows."""
         limit = self.pool.max_seeds + int(self.header[0]) * self.width * BRANCHING
         entries = self.pool.entries[:, :limit].cpu()
@@ -209,7 +209,7 @@ class Burst:
             given = self.rows.free[row, : int(self.rows.num_free[row])].tolist()
             spare = [slot for slot in range(self.region // 2, self.region) if slot not in given]
             more[row] = source.sample(spare, min(source.randrange(5), len(spare)))
-        return self.told(roots, more)
+        return self.reroot_input(roots, more)
 
     def candidates(self, generator: torch.Generator, low: float = -3.0, high: float = 0.0) -> tuple[Tensor, Tensor]:
         """What a model might propose; some nodes have fewer."""

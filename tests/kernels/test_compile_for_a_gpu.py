@@ -39,15 +39,15 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[str]]:
-    """The kernels that each module's launches have compiled; what the compiler says of a module that it refuses."""
+    """The kernels that each module's launches have compiled; the compiler's message for a module that it refuses."""
     words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # What the assembler refuses it refuses whatever it would make of the rest.
     words["DISABLE_PTXAS_OPT"] = "1"
     words["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), str(FOLDER)])
     command = [sys.executable, FOLDER / "compile_only.py", *KERNELS]
-    told = subprocess.run(command, env=words, capture_output=True, text=True, timeout=300)
-    assert told.returncode == 0, told.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(told.stdout)
+    done = subprocess.run(command, env=words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 
 

@@ -49,8 +49,8 @@ def update() -> Any:
         return ASTSource(function, *variant)
 
     caches = {0: ({}, {}, target, make_backend(target), None)}
-    told = {"module": function.module, "__name__": "_update", "cache_key": function.cache_key}
-    return SimpleNamespace(**told, device_caches=caches, ASTSource=source)
+    fields = {"module": function.module, "__name__": "_update", "cache_key": function.cache_key}
+    return SimpleNamespace(**fields, device_caches=caches, ASTSource=source)
 
 
 def variant(update: Any, block: object) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ def test_what_another_process_compiled_is_in_the_cache_and_what_is_told_ahead_is
             prepare(update, 0, *variant(update, block), ahead=True)
         assert len(workers._started) == 2
         for block in (16, 1024):
-            # The process may still import the compiler: who needs what was told waits for that, too.
+            # The process may still import the compiler: who needs what was ordered waits for that, too.
             prepare(update, 0, *variant(update, block))
         assert len(list(tmp_path.rglob("_update.cubin"))) == 2
         beginning.join()
@@ -85,7 +85,7 @@ def test_what_another_process_compiled_is_in_the_cache_and_what_is_told_ahead_is
         signature, constexprs, options, attrs, _ = variant(update, 128)
         source = update.ASTSource(None, signature, constexprs, attrs)
         assert compile_workers._is_cached(source, update.device_caches[0][3], options) and not caplog.messages
-        # Neither what cannot be told, nor what does not compile, ends it.
+        # Neither what cannot be sent, nor what does not compile, ends it.
         prepare(update, 0, *variant(update, triton.language.float32))
         prepare(update, 0, *variant(update, 100))
         assert len(caplog.messages) == 2 and "power of 2" in caplog.messages[1]
@@ -126,7 +126,7 @@ def test_what_was_told_and_never_needed_ends_with_the_processes(update: Any) -> 
         workers = compile_workers._workers
         assert workers is not None
     workers._threads.shutdown()
-    assert all(told.done() for told in workers._started.values())
+    assert all(future.done() for future in workers._started.values())
 
 
 @pytest.mark.parametrize("most", [0, 2])
@@ -169,23 +169,23 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
     function, run = JITFunction(kv_cache._update.fn), JITFunction.run
     monkeypatch.setattr(kv_cache, "_update", function)
     tables = torch.ones(4, 4, dtype=torch.int32)
-    with compile_ahead() as told:
-        assert told is None, "no process compiles"
+    with compile_ahead() as num_jobs:
+        assert num_jobs is None, "no process compiles"
     with compile_aside():
-        with compile_ahead() as told:
-            assert told is not None and told() == 0
+        with compile_ahead() as num_jobs:
+            assert num_jobs is not None and num_jobs() == 0
             for _ in range(2):
                 function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
-                assert told() == 1
+                assert num_jobs() == 1
             assert not torch.empty(1000).count_nonzero() and not torch.empty_like(tables).count_nonzero()
         assert JITFunction.run is run
         workers = compile_workers._workers
         assert workers is not None
         (job,) = workers._started.values()
         job.result()
-        with compile_ahead() as told:
+        with compile_ahead() as num_jobs:
             function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
-            assert told is not None and told() == 0, "Triton's cache has it"
+            assert num_jobs is not None and num_jobs() == 0, "Triton's cache has it"
     assert len(list(tmp_path.rglob("_update.cubin"))) == 1 and tables.all()
 
 

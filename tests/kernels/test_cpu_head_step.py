@@ -78,7 +78,7 @@ def test_it_has_the_bits_of_its_parts(
     torch.set_num_threads(3)
     try:
         found, left = [], []
-        for way in (lambda of, *told: HeadStep(SHAPE, of.weights)(*told), by_parts):
+        for way in (lambda of, *arguments: HeadStep(SHAPE, of.weights)(*arguments), by_parts):
             of = head(kind, *flags)
             plan = of.stack.plan(queries, slots[-rows:], torch.arange(rows), tables, (of.keys, of.values))
             links = Links(features.clone(), places[:rows].contiguous(), places[rows : 2 * rows].contiguous())
@@ -99,7 +99,7 @@ def test_what_it_does_not_take_is_refused() -> None:
     plan = of.stack.plan([Queries(1, torch.arange(4), None)], one, one, tables, (of.keys, of.values))
     step, features = HeadStep(SHAPE, of.weights), torch.zeros(5, HIDDEN).bfloat16()
     ids = torch.arange(NUM_OUT).int()
-    for tokens, links, ranking, told in (
+    for tokens, links, ranking, message in (
         (one.int(), Links(features, one, one), None, "int64, one for each of 1 rows"),
         (one + VOCAB, Links(features, one, one), None, f"a token of {VOCAB}; there are {VOCAB}"),
         (one, Links(features, one - 1, one), None, "a row taken of -1; there are 5"),
@@ -109,5 +109,5 @@ def test_what_it_does_not_take_is_refused() -> None:
         (one, Links(features, one, one), Ranking(torch.ones(1), ids.long(), 1), "ids are torch.int32"),
         (one, Links(features, one, one), Ranking(torch.ones(1), ids, 65), f"the best 65 of {NUM_OUT}"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             step(plan, tokens, links, ranking)

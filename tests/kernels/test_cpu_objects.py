@@ -134,8 +134,8 @@ def test_where_nothing_can_be_kept_it_is_compiled(
         set_sources(monkeypatch, "")
     counts = [kept_object(Isa.AVX2, "name", lambda number=number: bytes([number])) for number in range(2)]
     assert counts == [b"\0", b"\1"]
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (obstacle == "a file") and all(str(home / "code") in one for one in told)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (obstacle == "a file") and all(str(home / "code") in one for one in warnings)
 
 
 @pytest.mark.usefixtures("isa")

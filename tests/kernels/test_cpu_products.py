@@ -111,11 +111,11 @@ def test_nothing_beside_rows_results_and_what_is_prepared_is_touched(kind: str, 
         sizes = {"x": 2 * rows.numel(), "y": 2 * count * 48, "prepared": prepared_size(kind, count, 64, isa)}
         memory = {name: between_walls(size, at_end) for name, size in (sizes | {"counters": COUNTERS}).items()}
         memory["x"].copy_(rows.view(torch.uint8).flatten())
-        told = {name: part.data_ptr() for name, part in memory.items()} | {
+        pointers = {name: part.data_ptr() for name, part in memory.items()} | {
             "row_stride": 128, "w": weight.blocks.data_ptr(), "out_stride": 96, "blocks": 2, "tiles": 3, "count": count,
             "chunk": 2, "chunks": 2, "counter_bytes": COUNTERS,
         }  # fmt: skip
-        products._compiled(isa, kind, False)(*(told[name] for name in products._PRODUCT), *products.pool(1))
+        products._compiled(isa, kind, False)(*(pointers[name] for name in products._PRODUCT), *products.pool(1))
         assert torch.equal(memory["y"].view(torch.bfloat16).view(count, 48), tile_product(rows, weight))
 
 

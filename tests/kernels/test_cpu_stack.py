@@ -259,25 +259,25 @@ def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match="has no function"):
         DecoderStack(StackShape(100, 4, 2, 32, 160, EPS, 1.0), of.layers)
     stack, caches = DecoderStack(WIDE, of.layers), (of.keys, of.values)
-    told = torch.zeros(1, dtype=torch.int64), tuple(part.bfloat16().unsqueeze(1) for part in angles_of(1, 32))
+    where = torch.zeros(1, dtype=torch.int64), tuple(part.bfloat16().unsqueeze(1) for part in angles_of(1, 32))
     with pytest.raises(ValueError, match="2 slots for 1 rows"):
-        stack.plan([Queries(1, torch.arange(4), None)], torch.arange(2), *told, caches)
+        stack.plan([Queries(1, torch.arange(4), None)], torch.arange(2), *where, caches)
     with pytest.raises(ValueError, match=f"{MAX_ROWS} can be taken"):
         many = MAX_ROWS + 1
-        stack.plan([Queries(many, torch.arange(many), None)], torch.arange(many), *told, caches)
+        stack.plan([Queries(many, torch.arange(many), None)], torch.arange(many), *where, caches)
     with pytest.raises(ValueError, match="slots and positions are int64, side by side"):
-        stack.plan([Queries(1, torch.arange(4).int(), None)], torch.arange(1), *told, caches)
+        stack.plan([Queries(1, torch.arange(4).int(), None)], torch.arange(1), *where, caches)
     with pytest.raises(ValueError, match="a mask is bool"):
-        stack.plan([Queries(1, torch.arange(4), torch.zeros(1, 1))], torch.arange(1), *told, caches)
-    plan = stack.plan([Queries(1, torch.arange(4), None)], torch.arange(1), *told, caches)
+        stack.plan([Queries(1, torch.arange(4), torch.zeros(1, 1))], torch.arange(1), *where, caches)
+    plan = stack.plan([Queries(1, torch.arange(4), None)], torch.arange(1), *where, caches)
     for stream in (torch.zeros(1, 96), torch.zeros(2, 96).bfloat16()):
         with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):
             plan.run(stream)
     query, one = [Queries(1, torch.arange(4), None)], torch.arange(1)
     for positions, angles, message in (
-        (torch.arange(2), told[1], "1 rows need as many positions from 0 up to 1"),
-        (one + 1, told[1], "from 0 up to 1"),
-        (one - 1, told[1], "from 0 up to 1"),
+        (torch.arange(2), where[1], "1 rows need as many positions from 0 up to 1"),
+        (one + 1, where[1], "from 0 up to 1"),
+        (one - 1, where[1], "from 0 up to 1"),
         (one, angles_of(1, 32), r"angles are bfloat16 \[positions, 1, 32\]"),
     ):
         with pytest.raises(ValueError, match=message):

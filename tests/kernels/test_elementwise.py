@@ -98,10 +98,10 @@ def test_a_cell_keeps_some_of_its_memory(device: str, size: int, dtype: torch.dt
     generator = torch.Generator().manual_seed(size)
     joint = (3 * torch.randn(3, 3 * size, generator=generator)).to(dtype)
     memory = torch.randn(3, size + 5, generator=generator).to(dtype)[:, :size]
-    keep, fresh, said = joint.double().chunk(3, 1)
+    keep, fresh, output = joint.double().chunk(3, 1)
     expected = keep.sigmoid() * memory.double() + (1 - keep.sigmoid()) * fresh.tanh()
     for found in (recur(joint.to(device), memory.to(device)), reference.recur(joint, memory)):
-        torch.testing.assert_close(found[0].cpu(), said.tanh().to(dtype), **near(dtype))
+        torch.testing.assert_close(found[0].cpu(), output.tanh().to(dtype), **near(dtype))
         torch.testing.assert_close(found[1].cpu(), expected.to(dtype), **near(dtype))
     with pytest.raises(ValueError, match="a cell"):
         recur(joint, memory[:, 1:])

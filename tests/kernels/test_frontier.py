@@ -31,9 +31,9 @@ def run_both(ours: Burst, theirs: Burst, num_steps: int, seed: int = 0) -> None:
     check_same(ours, theirs)
     generator, source = torch.Generator().manual_seed(seed), random.Random(seed)
     for _ in range(num_steps):
-        told = theirs.random_told(source)
-        ours.reroot(told.to(ours.header.device))
-        theirs.reroot(told, reference)
+        reroots = theirs.random_reroot_input(source)
+        ours.reroot(reroots.to(ours.header.device))
+        theirs.reroot(reroots, reference)
         check_same(ours, theirs)
         more = theirs.random_more(source)
         ours.add(more)
@@ -170,7 +170,7 @@ def test_a_new_root_keeps_what_hangs_below_it(device: str) -> None:
         burst.store(row, slot, seen)
     burst.rows.live.fill_(-1)
     burst.begin()
-    burst.reroot(burst.told({0: (-1, 3, -1.0)}, {0: [2, 9]}))
+    burst.reroot(burst.reroot_input({0: (-1, 3, -1.0)}, {0: [2, 9]}))
     scores = burst.pool.entries[SCORE].view(torch.float32)[:5]
     assert scores.tolist() == pytest.approx([-0.5, 0.0, float("-inf"), -2.0, 0.0])
     assert burst.pool.entries[BASE].view(torch.float32)[[0, 1, 3, 4]].tolist() == pytest.approx([-0.5, 0.0, -2.0, 0.0])
@@ -178,7 +178,7 @@ def test_a_new_root_keeps_what_hangs_below_it(device: str) -> None:
     burst.place()
     assert burst.step.picked.tolist() == [1, 4, -1, -1] and burst.step.slots.tolist() == [2, 9, -1, -1]
     assert burst.seen(0) == {1, 2, 3}
-    burst.reroot(burst.told({}, {0: [7]}))
+    burst.reroot(burst.reroot_input({}, {0: [7]}))
     assert burst.rows.num_free.tolist() == [3, 1] and burst.rows.next_free.tolist() == [2, 0]
 
 
@@ -193,7 +193,7 @@ def test_a_new_root_may_be_an_entry_of_the_pool(device: str, was_run: bool) -> N
         tokens = torch.tensor([[21, 22, -1], [30, 31, 32]], dtype=torch.int32, device=device)
         burst.run_step(tokens, torch.tensor([[-0.1, -1.0, -2.0], [-0.25, -0.5, -3.0]], device=device))
         assert burst.pool.entries[SLOT, :2].tolist() == [6, 7]
-    burst.reroot(burst.told({0: (1, -1, -1.0)}, {}))
+    burst.reroot(burst.reroot_input({0: (1, -1, -1.0)}, {}))
     burst.choose()
     first = burst.pool.max_seeds + BRANCHING
     assert burst.step.order.tolist() == ([first, first + 1] if was_run else [1, -1])
@@ -208,7 +208,7 @@ def test_nothing_stays_of_a_row_whose_new_root_nobody_guessed(device: str) -> No
     burst.clear_masks()
     burst.store(0, 1, {1})
     burst.begin()
-    burst.reroot(burst.told({0: (-1, NOT_HERE, 0.0)}, {}))
+    burst.reroot(burst.reroot_input({0: (-1, NOT_HERE, 0.0)}, {}))
     scores = burst.pool.entries[SCORE].view(torch.float32)
     assert scores[:3].tolist() == pytest.approx([float("-inf"), -0.1, float("-inf")])
     burst.add([Entry(0, 30, FORCED, 8, parent=1, slot=9), Entry(0, 31, FORCED, 9, parent=9, slot=3, base=0.0)])
@@ -228,7 +228,7 @@ def test_slots_that_were_given_later_lie_behind_those_before(device: str) -> Non
     burst.clear_masks()
     burst.rows.next_free[0] = 29
     burst.begin()
-    burst.reroot(burst.told({}, {0: [3, 4, 5, 6]}))
+    burst.reroot(burst.reroot_input({}, {0: [3, 4, 5, 6]}))
     assert burst.rows.num_free.tolist() == [34]
     found = []
     for _ in range(3):
@@ -301,7 +301,7 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
         deep = torch.zeros(99, burst.results.shape[1], dtype=torch.int32, device=device)
         append_candidates(burst.header, burst.pool, burst.step, tokens, tokens.float(), deep)
     with pytest.raises(ValueError, match="new roots"):
-        burst.reroot(burst.told({}, {})[:, 1:])
+        burst.reroot(burst.reroot_input({}, {})[:, 1:])
     step = type(burst.step).new(2, 1, 7, torch.device(device))
     with pytest.raises(ValueError, match="regions"):
         place_entries(burst.pool, burst.rows, step, burst.plan)

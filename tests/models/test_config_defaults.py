@@ -1,4 +1,4 @@
-"""What a config.json leaves out is what transformers' class of the family has for it, and so is what it cannot say."""
+"""What a config.json leaves out is what transformers' class of the family has for it, and so is what it cannot hold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ASKED = {"use_sliding_window": True, "sliding_window": 9}
 LATE = {**ASKED, "max_window_layers": 2}
 FACTORS = [1.0 + step / 10 for step in range(8)]
 LONG_FACTORS = [2.0 + step for step in range(8)]
-SAID: list[tuple[str, dict[str, Any]]] = [
+OWN_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"use_sliding_window": False, "sliding_window": 9}),
     ("MistralForCausalLM", {"head_dim": 16, "sliding_window": 9, "layer_types": KINDS}),
     ("Qwen2ForCausalLM", LATE),
@@ -140,7 +140,7 @@ def test_what_is_left_out(architecture: str, tmp_path: Path) -> None:
     check(tmp_path, architecture, {"head_dim": 16} if architecture == "MinistralForCausalLM" else {})
 
 
-@pytest.mark.parametrize(("architecture", "fields"), SAID)
+@pytest.mark.parametrize(("architecture", "fields"), OWN_FIELDS)
 def test_what_is_said_in_a_family_s_own_way(architecture: str, fields: dict[str, Any], tmp_path: Path) -> None:
     check(tmp_path, architecture, fields)
 

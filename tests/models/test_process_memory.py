@@ -38,7 +38,7 @@ print(packed, used[kept] - used[0], used[-1] - used[kept], 'torch._dynamo' in sy
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What the program prints."""
     if sys.platform != "linux":
         pytest.skip("asks glibc")
@@ -51,13 +51,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.split()
 
 
-def test_kernels_of_old_shapes_are_given_up(told: list[str]) -> None:
-    packed, filled, after, _ = told
+def test_kernels_of_old_shapes_are_given_up(printed: list[str]) -> None:
+    packed, filled, after, _ = printed
     if packed != "True":
         pytest.skip("oneDNN does not pack this weight here")
     # As many again three times over, and no more than what differs between small and large shapes.
     assert float(after) < 0.5 * float(filled), (filled, after)
 
 
-def test_a_model_is_loaded_without_torchs_compiler(told: list[str]) -> None:
-    assert told[-1] == "False", "arithmetic on the meta device imports it, for a second and over 100 MB"
+def test_a_model_is_loaded_without_torchs_compiler(printed: list[str]) -> None:
+    assert printed[-1] == "False", "arithmetic on the meta device imports it, for a second and over 100 MB"

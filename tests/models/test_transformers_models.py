@@ -121,9 +121,9 @@ def test_of_a_model_of_images_the_text_part_is_loaded(kind: str, tmp_path: Path)
     check_chunks_and_tree(model, reference)
     with pytest.raises(ConfigError, match="--context-length: 65 is over the 64 positions"):
         check_target(tmp_path, VerifyOptions(context_length=65))
-    told = foreign_shape(*read_configs(tmp_path))
-    assert told == ModelShape(**{name: getattr(model.config, name) for name in ModelShape.__slots__})
-    elements = target_elements(told, tmp_path)
+    read_shape = foreign_shape(*read_configs(tmp_path))
+    assert read_shape == ModelShape(**{name: getattr(model.config, name) for name in ModelShape.__slots__})
+    elements = target_elements(read_shape, tmp_path)
     num_scalars, rows = 4, 97 * 4 * 8 if kind == "Gemma4" else 0
     assert elements.total == model.config.num_parameters + num_scalars
     assert elements.read == elements.total - rows, "of embeddings a row is read"
@@ -151,7 +151,7 @@ def test_the_text_of_gemma_3n_is_found_within_the_whole_model(tmp_path: Path) ->
 
 
 def refusal(folder: Path, impl: str = "auto") -> str:
-    """What `describe_model` says, before any weight is read."""
+    """What `describe_model` returns, before any weight is read."""
     for path in folder.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(ConfigError) as caught:
@@ -287,8 +287,8 @@ def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Pat
     groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(SIZES | sizes | experts | groups | kind))
-    made, told = survey_model(tmp_path).config, foreign_shape(*read_configs(tmp_path))
-    assert (told.head_dim, told.num_kv_heads) == (made.head_dim, made.num_kv_heads)
+    made, read_shape = survey_model(tmp_path).config, foreign_shape(*read_configs(tmp_path))
+    assert (read_shape.head_dim, read_shape.num_kv_heads) == (made.head_dim, made.num_kv_heads)
 
 
 def test_heads_too_large_for_a_gpu_are_refused_there_before_weights_are_read(tmp_path: Path) -> None:
@@ -349,22 +349,22 @@ ALONE = [
 def test_config_json_alone_tells_what_transformers_does(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_tiny(tmp_path, family, **changes)
     shape = describe_model(tmp_path)
-    told = foreign_shape(*read_configs(tmp_path))
-    assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
-    assert target_elements(told, tmp_path).total == shape.num_parameters  # type: ignore[union-attr]
+    read_shape = foreign_shape(*read_configs(tmp_path))
+    assert read_shape == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
+    assert target_elements(read_shape, tmp_path).total == shape.num_parameters  # type: ignore[union-attr]
 
 
 def test_a_tensor_in_two_shards_is_counted_once(tmp_path: Path) -> None:
     save_tiny(tmp_path, "StableLm")
-    told, (whole,) = foreign_shape(*read_configs(tmp_path)), tmp_path.glob("*.safetensors")
-    once = target_elements(told, tmp_path)  # type: ignore[arg-type]
+    read_shape, (whole,) = foreign_shape(*read_configs(tmp_path)), tmp_path.glob("*.safetensors")
+    once = target_elements(read_shape, tmp_path)  # type: ignore[arg-type]
     tensors = load_file(whole)
     whole.rename(tmp_path / "first.safetensors")
     again = dict.fromkeys(["model.norm.weight"], "again.safetensors")
     save_file({name: tensors[name] for name in again}, tmp_path / "again.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "first.safetensors") | again}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert target_elements(told, tmp_path) == once  # type: ignore[arg-type]
+    assert target_elements(read_shape, tmp_path) == once  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

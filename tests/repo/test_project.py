@@ -86,13 +86,13 @@ def test_the_converter_alone_may_load_weights() -> None:
 
 
 def forbidden(folder: Path, line: str) -> bool:
-    """What `scripts/check` says of a line, by ruff or by a look at the text."""
+    """Whether `scripts/check` refuses a line, by ruff or by a look at the text."""
     file = folder / "sample.py"
     file.write_text(line + "\n")
     ruff = [sys.executable, "-m", "ruff", "check", f"--config={ROOT / 'pyproject.toml'}", "--no-cache", str(file)]
-    said = subprocess.run(ruff, capture_output=True, text=True, check=False).stdout
+    output = subprocess.run(ruff, capture_output=True, text=True, check=False).stdout
     look = subprocess.run([ROOT / "scripts" / "forbidden", str(file)], capture_output=True, check=False)
-    return bool(re.search(r"^(TID251|S\d+) ", said, re.MULTILINE)) or look.returncode != 0
+    return bool(re.search(r"^(TID251|S\d+) ", output, re.MULTILINE)) or look.returncode != 0
 
 
 def test_the_fast_tests_are_files_that_there_are() -> None:

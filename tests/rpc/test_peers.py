@@ -19,21 +19,21 @@ def peers(names: Names, *given: str) -> PeerAddresses:
     return names.of(given, "--verify")
 
 
-async def heard(names: Names, addresses: PeerAddresses, num_looks: int) -> list[tuple[str, ...]]:
-    """What a follower is told in so many looks."""
-    told: list[tuple[str, ...]] = []
+async def followed(names: Names, addresses: PeerAddresses, num_looks: int) -> list[tuple[str, ...]]:
+    """What a follower receives in so many looks."""
+    received: list[tuple[str, ...]] = []
 
     async def follow() -> None:
         async with aclosing(addresses.follow()) as changes:  # type: ignore[type-var]
             async for change in changes:
-                told.append(change)
+                received.append(change)
 
     task = asyncio.create_task(follow())
     for _ in range(num_looks):
         await names.next()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return told
+    return received
 
 
 async def test_plain_addresses_are_told_once_and_nothing_is_looked_up() -> None:
@@ -47,15 +47,15 @@ async def test_plain_addresses_are_told_once_and_nothing_is_looked_up() -> None:
 @pytest.mark.parametrize("name", ["dns:///verify-headless:50052", "dns:verify-headless:50052"])
 async def test_a_name_stands_for_all_its_addresses_and_changes_with_them(name: str) -> None:
     names = Names(["10.0.0.2:1", "10.0.0.1:1"], ["10.0.0.1:1", "10.0.0.2:1"], ["10.0.0.3:1", "10.0.0.2:1"])
-    told = await heard(names, peers(names, name), 3)
-    assert told == [("10.0.0.1:1", "10.0.0.2:1"), ("10.0.0.2:1", "10.0.0.3:1")], "another order is no change"
+    received = await followed(names, peers(names, name), 3)
+    assert received == [("10.0.0.1:1", "10.0.0.2:1"), ("10.0.0.2:1", "10.0.0.3:1")], "another order is no change"
     assert names.asked[0] == ("verify-headless", 50052)
 
 
 async def test_fixed_addresses_are_told_before_the_first_look_and_stay_beside_a_name() -> None:
     names = Names(["10.0.0.1:1", "127.0.0.1:1"])
-    told = await heard(names, peers(names, "127.0.0.1:1", "dns:///verify:1"), 1)
-    assert told == [("127.0.0.1:1",), ("127.0.0.1:1", "10.0.0.1:1")], "one that is there twice counts once"
+    received = await followed(names, peers(names, "127.0.0.1:1", "dns:///verify:1"), 1)
+    assert received == [("127.0.0.1:1",), ("127.0.0.1:1", "10.0.0.1:1")], "one that is there twice counts once"
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ async def test_an_empty_answer_or_an_error_keeps_the_last_good_list(
     caplog.set_level(logging.INFO)
     names = Names(["10.0.0.1:1"], trouble, trouble, ["10.0.0.2:1"])
     addresses = peers(names, "dns:///verify:1")
-    assert await heard(names, addresses, 3) == [("10.0.0.1:1",)] == [addresses.now]
+    assert await followed(names, addresses, 3) == [("10.0.0.1:1",)] == [addresses.now]
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "kept: 1 address of before" in warnings[0].getMessage()
 
 
 async def test_a_name_without_addresses_at_the_start_is_waited_for() -> None:
     names = Names(socket.gaierror(socket.EAI_NONAME, "unknown"), [], ["10.0.0.1:1"])
-    assert await heard(names, peers(names, "dns:///verify:1"), 3) == [("10.0.0.1:1",)]
+    assert await followed(names, peers(names, "dns:///verify:1"), 3) == [("10.0.0.1:1",)]
 
 
 async def test_the_system_s_resolver_is_asked() -> None:

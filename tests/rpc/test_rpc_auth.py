@@ -49,9 +49,9 @@ async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> No
     info = error_details_pb2.ErrorInfo()
     assert any(detail.Unpack(info) for detail in rpc_status.from_call(caught.value).details)
     assert (info.domain, info.reason) == ("outrider", "invalid_api_key")
-    told = error_from_rpc(caught.value, "the gateway")
-    assert told.code == "peer_refused_credentials"
-    assert "the gateway refused the credentials: missing or wrong" in told.message
+    decoded = error_from_rpc(caught.value, "the gateway")
+    assert decoded.code == "peer_refused_credentials"
+    assert "the gateway refused the credentials: missing or wrong" in decoded.message
     assert running.verify.request_ids == []
     assert not running.verify.entered.is_set()
 

@@ -1,4 +1,4 @@
-"""What travels beside a message: on whose behalf a call is made, how long it may take, and who may say so."""
+"""What travels beside a message: on whose behalf a call is made, how long it may take, and who may set that."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ async def test_a_deadline_of_the_task_bounds_every_call_it_makes(start: Any) -> 
     assert call.seconds_left() is None, "other tasks have their own"
 
 
-@pytest.mark.parametrize(("for_peers", "heard"), [(True, "k/u"), (False, "")])
-async def test_only_peers_are_believed_on_whose_behalf_they_call(start: Any, for_peers: bool, heard: str) -> None:
+@pytest.mark.parametrize(("for_peers", "client"), [(True, "k/u"), (False, "")])
+async def test_only_peers_are_believed_on_whose_behalf_they_call(start: Any, for_peers: bool, client: str) -> None:
     running = await start(for_peers=for_peers)
     seen: list[str] = []
 
-    async def tell(request: Any, context: Any) -> Any:
+    async def answer(request: Any, context: Any) -> Any:
         seen.append(call.client.get())
         return verify_pb2.VerifyServiceGetLoadResponse()
 
-    handler = grpc.unary_unary_rpc_method_handler(tell, Load.FromString, lambda message: message.SerializeToString())
+    handler = grpc.unary_unary_rpc_method_handler(answer, Load.FromString, lambda message: message.SerializeToString())
     running.server.grpc.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("outrider.Test", {"T": handler})]
     )
     await running.channel.unary_unary("/outrider.Test/T")(b"", metadata=((call.CLIENT_KEY, "k/u"),))
-    assert seen == [heard]
+    assert seen == [client]
 
 
 async def test_a_channel_passes_the_client_on(start: Any, carrying: None) -> None:
@@ -90,9 +90,9 @@ async def test_a_channel_passes_the_client_on(start: Any, carrying: None) -> Non
     call.name_client("a key", "")
     call.name_user("ann")
     await running.stub.GetLoad(Load())
-    told = running.verify.metadata[0][call.CLIENT_KEY]
-    assert told == call.client.get() == call.clean_client(told)
-    assert "key" not in told and "ann" not in told
+    client = running.verify.metadata[0][call.CLIENT_KEY]
+    assert client == call.client.get() == call.clean_client(client)
+    assert "key" not in client and "ann" not in client
 
 
 @given(st.one_of(st.none(), st.text(), st.binary()))

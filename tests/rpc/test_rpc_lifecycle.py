@@ -176,10 +176,10 @@ def test_a_service_tells_of_a_misspelt_variable_and_starts(monkeypatch: pytest.M
 def test_what_is_wrong_in_the_environment_is_named_so(given: tuple[str, ...]) -> None:
     env = {"OUTRIDER_ADDRESS": "foo"}
     options = parse_options(GatewayOptions, given, env=env)
-    said = f"'{options.address}' is not an address"
+    message = f"'{options.address}' is not an address"
     named = "--address" if options.address == "bar" else "OUTRIDER_ADDRESS (environment)"
-    assert with_variable(f"--address: {said}", options, env) == f"{named}: {said}"
-    assert with_variable(f"--address: {said}", options, {}) == f"--address: {said}"
+    assert with_variable(f"--address: {message}", options, env) == f"{named}: {message}"
+    assert with_variable(f"--address: {message}", options, {}) == f"--address: {message}"
 
 
 def test_a_service_names_the_variable_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

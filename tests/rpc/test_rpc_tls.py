@@ -72,13 +72,13 @@ async def test_a_unix_socket_and_a_name_of_ones_own_work_with_tls(tmp_path: Path
         assert await ask(running.address, TlsSource(changed(ours.files("client"), name="127.0.0.1"))) == 7
 
 
-@pytest.mark.parametrize(("days", "told"), [(-3, 1), (3, 0)])
+@pytest.mark.parametrize(("days", "num_warnings"), [(-3, 1), (3, 0)])
 def test_a_certificate_that_has_expired_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float, told: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float, num_warnings: int
 ) -> None:
     source = TlsSource(Authority(tmp_path / "ours").files("server", days=days))
     assert source.current()[0] == 1
-    assert caplog.text.count("certificate has expired") == told
+    assert caplog.text.count("certificate has expired") == num_warnings
 
 
 async def test_replaced_server_files_serve_the_next_connection_and_streams_go_on(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["top", "--once", "--connect-tls-ca"], "--connect-tls-ca"),
         (["top", "--once", "--tls-ca"], "--connect-tls-ca"),
@@ -167,13 +167,13 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
     ],
 )
 def test_tools_name_a_file_that_is_of_no_use(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").touch()
     assert main([*words, "none"]) == 2
-    assert f"{said}: none cannot be read: No such file or directory" in capsys.readouterr().err
+    assert f"{message}: none cannot be read: No such file or directory" in capsys.readouterr().err
     assert main([*words, str(tmp_path / "empty")]) == 2
-    assert f"{said}: {tmp_path}/empty holds no certificates as PEM" in capsys.readouterr().err
+    assert f"{message}: {tmp_path}/empty holds no certificates as PEM" in capsys.readouterr().err
 
 
 def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ def test_figures_equal_those_of_drafting_node_by_node(
     found = result.all
     assert (found.answers, found.tokens) == (len(given.texts), tokens)
     assert found.rates == pytest.approx([hit / count for hit, count in zip(hits, possible, strict=True)])
-    for name, told in (("chain", found.chain), ("tree", found.tree)):
-        assert told.rounds == rounds[name]
-        assert told.accept_length == pytest.approx(tokens / rounds[name])
-        assert told.reached == pytest.approx([count / rounds[name] for count in reached[name]])
+    for name, figures in (("chain", found.chain), ("tree", found.tree)):
+        assert figures.rounds == rounds[name]
+        assert figures.accept_length == pytest.approx(tokens / rounds[name])
+        assert figures.reached == pytest.approx([count / rounds[name] for count in reached[name]])
     assert found.rates[0] > 0 and found.tree.accept_length > 1
     assert sum(part.tokens for part in result.categories.values()) == tokens
     assert result.categories["letters"].answers == 2
@@ -274,5 +274,5 @@ def test_a_draft_of_another_kind_is_refused_in_the_words_of_the_command(
     (tmp_path / "one.jsonl").write_text('{"prompt": "x"}')
     words = [f"--model={target.folder}", f"--draft={target.folder}", f"--prompts={tmp_path}/one.jsonl"]
     assert main(["evaluate-draft", "--algorithm=EAGLE3", "--device=cpu", *words]) == 2
-    said = capsys.readouterr().err
-    assert "error: --algorithm EAGLE3: " in said and "give --algorithm STANDALONE, or another --draft\n" in said
+    stderr = capsys.readouterr().err
+    assert "error: --algorithm EAGLE3: " in stderr and "give --algorithm STANDALONE, or another --draft\n" in stderr

@@ -108,12 +108,12 @@ def test_models_that_attend_with_windows_are_not_measured_offline(
     for model, draft in ((windowed, head), (tiny_folder, windowed)):
         words = ["evaluate-draft", "--model", str(model), "--draft", str(draft), "--prompts", str(prompts)]
         assert main([*words, "--device", "cpu"]) == 2
-        said = capsys.readouterr().err
-        assert "MistralForCausalLM attends with windows" in said and "answers" not in said
+        stderr = capsys.readouterr().err
+        assert "MistralForCausalLM attends with windows" in stderr and "answers" not in stderr
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "said"),
+    ("kind", "given", "message"),
     [
         ("EAGLE3", {"own_feature_weight": 0.5}, "--feature-weight 0.5: is for --algorithm EAGLE or NEXTN, not EAGLE3"),
         ("STANDALONE", {"own_feature_weight": 0.5}, "--feature-weight 0.5: .* not STANDALONE; leave it out"),
@@ -125,9 +125,9 @@ def test_models_that_attend_with_windows_are_not_measured_offline(
     ],
 )
 def test_an_option_of_other_drafters_is_refused(
-    target: TargetModel, kind: str, given: dict[str, Any], said: str
+    target: TargetModel, kind: str, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         resolved(RunOptions(kind, **given), target.config)
 
 

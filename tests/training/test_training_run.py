@@ -43,8 +43,8 @@ def test_smoke_run_from_the_command_line(tiny_folder: Path, tmp_path: Path, caps
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path / "head"), "--smoke", "--device", "cpu"]
     words += ["--prompts", str(prompts), "--eval-prompts", str(held_out), "--draft-vocab-size", "150"]
     assert main([*words, "--feature-layers", "1,2,3", "--steps", "3"]) == 0
-    output, told = capsys.readouterr()
-    assert told.startswith("train: EAGLE3 for ") and "loading " in told.splitlines()[1]
+    output, log = capsys.readouterr()
+    assert log.startswith("train: EAGLE3 for ") and "loading " in log.splitlines()[1]
     assert "greedy, all" in output and "t1, writing" in output
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert record["training"]["total_steps"] == 3
@@ -138,9 +138,9 @@ def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
 
 def test_every_head_with_a_vocabulary_of_its_own_says_how_large_it_is(earlier: Path) -> None:
     record = json.loads((earlier / "training.json").read_text())
-    for algorithm, told in (("EAGLE3", True), ("DSPARK", True), ("EAGLE", False)):
+    for algorithm, has_own in (("EAGLE3", True), ("DSPARK", True), ("EAGLE", False)):
         rows = run_module._training(record | {"algorithm": algorithm})
-        assert any(name == "draft vocabulary" and size.startswith("150 tokens") for name, size in rows) == told
+        assert any(name == "draft vocabulary" and size.startswith("150 tokens") for name, size in rows) == has_own
 
 
 def test_plots_are_drawn_beside_the_card(earlier: Path, no_plots: None, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     options = replace(OPTIONS, prompts=prompts, eval_temperatures=(0.0,))
 
-    def told(folder: Path, question: str, options: RunOptions = options) -> str:
+    def output_of(folder: Path, question: str, options: RunOptions = options) -> str:
         output = StringIO()
         prompts.write_text(json.dumps({"prompt": question}) + "\n")
         try:
@@ -210,21 +210,21 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
             output.write(error.message)
         return output.getvalue()
 
-    assert "answers: " in told(tiny_folder, "One?")
-    assert "answers: " not in told(tiny_folder, "One?")
+    assert "answers: " in output_of(tiny_folder, "One?")
+    assert "answers: " not in output_of(tiny_folder, "One?")
     text = tmp_path / "out" / "work" / "texts.safetensors"
     made = text.read_bytes()
     more = replace(options, corpus=replace(options.corpus, tokens=301))
-    for said, name in (
-        (told(tiny_folder, "Two?"), "another questions"),
-        (told(other, "One?"), "another target"),
-        (told(tiny_folder, "One?", more), "another tokens (300, not 301)"),
+    for output, name in (
+        (output_of(tiny_folder, "Two?"), "another questions"),
+        (output_of(other, "One?"), "another target"),
+        (output_of(tiny_folder, "One?", more), "another tokens (300, not 301)"),
     ):
-        assert f"is text that was made with {name}" in said and "answers: " not in said
+        assert f"is text that was made with {name}" in output and "answers: " not in output
     assert text.read_bytes() == made
     for path in text.parent.glob("texts.*"):
         path.unlink()
-    assert "a training with another text" in told(tiny_folder, "Two?")
+    assert "a training with another text" in output_of(tiny_folder, "Two?")
 
 
 def test_processes_without_a_gpu_each_are_refused(
@@ -274,7 +274,7 @@ def test_a_folder_of_other_files_is_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--steps", "3", "--minutes", "1"), "--minutes: cannot be combined with --steps"),
         (("--optimizer", "adamw", "--muon-learning-rate", "1"), "--muon-learning-rate: --optimizer adamw"),
@@ -283,10 +283,10 @@ def test_a_folder_of_other_files_is_left_alone(
     ],
 )
 def test_what_would_change_nothing_is_refused_and_leaves_no_folder(
-    words: tuple[str, ...], told: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "head"
-    assert told in _refused(tiny_folder, capsys, "--out", str(out), *words)
+    assert message in _refused(tiny_folder, capsys, "--out", str(out), *words)
     assert not out.exists()
 
 
@@ -358,15 +358,15 @@ def form_of(tiny_folder: Path, folder: Path, template: Any) -> ChatForm:
 def test_a_chat_begins_behind_any_system_message_and_behind_none(tiny_folder: Path, tmp_path: Path) -> None:
     form = form_of(tiny_folder, tmp_path / "headed", HEADED)
 
-    def said(form: QuestionForm) -> str:
+    def prompt_of(form: QuestionForm) -> str:
         assert form.ask(form.words("Who?")) == form.ask("Who?")
         return form.tokenizer.decode(form.ask("Who?"), skip_special_tokens=False)
 
     bos, turn = "<|endoftext|>", "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    assert said(form) == f"{bos}<|im_start|>system\nOur own.<|im_end|>\n{turn}"
-    assert said(form.with_system("Be brief.")) == f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n{turn}"
-    assert said(form.with_system("")) == bos + turn
-    assert said(form.raw()) == bos + "Who?"
+    assert prompt_of(form) == f"{bos}<|im_start|>system\nOur own.<|im_end|>\n{turn}"
+    assert prompt_of(form.with_system("Be brief.")) == f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n{turn}"
+    assert prompt_of(form.with_system("")) == bos + turn
+    assert prompt_of(form.raw()) == bos + "Who?"
     header = form.system_form().before
     assert form.tokenizer.decode(header, skip_special_tokens=False) == f"{bos}<|im_start|>system\n"
 

@@ -22,23 +22,23 @@ from verify_service.frames import RoundReport, TargetProfile, from_door
 
 
 class WatchedEngine(RemoteVerifyEngine):
-    """A remote engine that tells whenever it has heard something."""
+    """A remote engine that signals whenever it has received something."""
 
     def __init__(self) -> None:
         self.rounds: list[RoundReport] = []
         super().__init__(self.rounds.append)
-        self._heard = asyncio.Event()
+        self._received = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._heard.set()
+        self._received.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds that the engine's words bring about."""
+        """Wait until something holds that the engine's messages bring about."""
         async with asyncio.timeout(20):
             while not true():
-                self._heard.clear()
-                await self._heard.wait()
+                self._received.clear()
+                await self._received.wait()
 
 
 @dataclass
@@ -55,7 +55,7 @@ class EngineThread:
 
 
 def ready_of(engine: ThreadedEngine) -> TargetProfile:
-    """What the door is told of an engine."""
+    """What the door knows of an engine."""
     limits = engine.limits
     info = VerifyInfo("m", "folder", "hash", limits.vocab_size, limits.context_length, "float32", (60,), "1")
     return TargetProfile(info, limits.max_running, limits.max_waiting)

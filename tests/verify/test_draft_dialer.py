@@ -151,19 +151,23 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
     async with dialled(tmp_path, behave, sleep=sleep) as events:
         await events.until(lambda: len(events.sessions) == 1)
     assert len(pauses) == 10 and 1.0 < max(pauses) < 2.5, "it is to be in use within 5 seconds"
-    told = [
+    warnings = [
         record.msg
         for record in caplog.records
         if "is refused" in record.msg or "refuses this verify service" in record.msg
     ]
-    assert len(told) == 1 and ("refuses this verify service" in told[0]) == (
+    assert len(warnings) == 1 and ("refuses this verify service" in warnings[0]) == (
         fault in ("finds that we differ", "wants another token")
     )
 
 
-@pytest.mark.parametrize(("patience", "told"), [(0.0, 1), (60.0, 0)])
+@pytest.mark.parametrize(("patience", "num_warnings"), [(0.0, 1), (60.0, 0)])
 async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience: float, told: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    patience: float,
+    num_warnings: int,
 ) -> None:
     monkeypatch.setattr(dialer, "UNREACHABLE_LOG_SECONDS", patience)
 
@@ -176,7 +180,7 @@ async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: len(events.sessions) == 1)
     found = [record.getMessage() for record in caplog.records if "is not usable: no room" in record.getMessage()]
-    assert len(found) == told and all(text.endswith("; trying again") for text in found)
+    assert len(found) == num_warnings and all(text.endswith("; trying again") for text in found)
 
 
 async def test_another_reason_why_a_draft_cannot_be_reached_is_logged_again(
@@ -193,8 +197,8 @@ async def test_another_reason_why_a_draft_cannot_be_reached_is_logged_again(
 
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: len(events.sessions) == 1)
-    told = [record.getMessage().partition(" is ")[2] for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["not usable: gone; trying again", "not usable: a certificate fails; trying again"]
+    reasons = [record.getMessage().partition(" is ")[2] for record in caplog.records if record.levelname == "WARNING"]
+    assert reasons == ["not usable: gone; trying again", "not usable: a certificate fails; trying again"]
 
 
 async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,13 +236,13 @@ def test_the_log_has_neither_the_token_nor_prompts_of_a_session_whose_callback_f
             raise RuntimeError("cannot be cancelled")
 
     async def end_features() -> str:
-        loop, said = asyncio.get_running_loop(), asyncio.Queue[str]()
-        loop.set_exception_handler(lambda _, about: said.put_nowait(about["message"]))
+        loop, errors = asyncio.get_running_loop(), asyncio.Queue[str]()
+        loop.set_exception_handler(lambda _, about: errors.put_nowait(about["message"]))
         session = DraftSession("draft", Call(), Terms(features_token="secret"), None, None)  # type: ignore[arg-type]
         session.send([Open(1, [4711], 1, SamplingParams(), 8)])
         session.begin_features(FeaturesBegin("", (1,), 8, "float32"))
         await session.close()
-        return await said.get()
+        return await errors.get()
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         text = runner.run(end_features())
@@ -262,5 +266,5 @@ async def test_all_requests_of_a_large_service_can_be_opened_anew() -> None:
         await asyncio.sleep(0)
     writer.cancel()
     assert max(message.ByteSize() for message in written) < DEFAULT_MAX_MESSAGE_BYTES // 4
-    told = [one for message in written for one in decode_verify(message)]
-    assert [one.request for one in told] == [*range(100), 3]  # type: ignore[union-attr]
+    received = [one for message in written for one in decode_verify(message)]
+    assert [one.request for one in received] == [*range(100), 3]  # type: ignore[union-attr]

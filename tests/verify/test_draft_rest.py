@@ -252,14 +252,14 @@ def test_a_draft_at_rest_is_told_seldom_and_then_of_all() -> None:
     port.take(drafts)
     drafts.rest(True)
     assert not drafts.may_have_nodes(one)
-    told: list[Commit] = []
+    commits: list[Commit] = []
     for _ in range(200):
         one.tokens.append(5)
         follow(drafts, one)
         assert not spec.wait.expects
-        told += [message for message in port.take(drafts) if isinstance(message, Commit)]
-    assert 2 <= len(told) <= 4
-    assert all(commit.credit == 1 for commit in told)
+        commits += [message for message in port.take(drafts) if isinstance(message, Commit)]
+    assert 2 <= len(commits) <= 4
+    assert all(commit.credit == 1 for commit in commits)
     two = request([3, 4])
     drafts.admit(two)
     (opened,) = port.take(drafts)
@@ -268,8 +268,8 @@ def test_a_draft_at_rest_is_told_seldom_and_then_of_all() -> None:
     drafts.resume(two)
     assert [message.credit for message in port.take(drafts) if isinstance(message, Resume)] == [1]
     drafts.rest(False)
-    told += [message for message in port.sent if isinstance(message, Commit)]
-    assert sum(len(commit.token_ids) for commit in told) == 200
+    commits += [message for message in port.sent if isinstance(message, Commit)]
+    assert sum(len(commit.token_ids) for commit in commits) == 200
     assert drafts.may_have_nodes(one)
     one.tokens.append(5)
     drafts.on_commit(one)
@@ -308,10 +308,10 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
         launched.append((engine.drafts.resting, has_nodes, any(entry.is_ahead for entry in entries)))
         return launch(entries, *rest)
 
-    told: list[RoundFigures] = []
+    figures: list[RoundFigures] = []
     observer = engine._postprocessor.observer
-    tell = observer.round
-    observer.round = lambda *given: (told.append(given[-1]), tell(*given))  # type: ignore[method-assign]
+    observe = observer.round
+    observer.round = lambda *given: (figures.append(given[-1]), observe(*given))  # type: ignore[method-assign]
     executor.launch = noting  # type: ignore[method-assign, assignment]
     engine.start()
     answers = run_all(engine, jobs(), width)
@@ -321,8 +321,8 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
     at_rest, others = ([one for one in launched if one[0] is resting] for resting in (True, False))
     assert not any(has_nodes for _, has_nodes, _ in at_rest) and any(is_ahead for _, _, is_ahead in at_rest)
     assert not any(is_ahead and has_nodes for _, has_nodes, is_ahead in launched)
-    drafted = [(one, resting) for one, (resting, _, _) in zip(told, launched, strict=False) if one.ready is not None]
-    assert all(one.resting is resting for one, resting in drafted), "rounds are told of as they were launched"
+    drafted = [(one, resting) for one, (resting, _, _) in zip(figures, launched, strict=False) if one.ready is not None]
+    assert all(one.resting is resting for one, resting in drafted), "rounds are reported as they were launched"
     assert any(one.resting for one, _ in drafted) and not all(one.resting for one, _ in drafted)
     last_rest = max(place for place, (resting, _, _) in enumerate(launched) if resting)
     assert any(has_nodes for _, has_nodes, _ in launched[last_rest:]), "drafts are back"

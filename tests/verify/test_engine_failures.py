@@ -1,4 +1,4 @@
-"""Whatever fails, floods or is slow around the engine: every request is told its end, and no draft stops the others."""
+"""Whatever fails, floods or is slow around the engine: every request gets its end, and no draft stops the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finished:
 
 
 class Scripted:
-    """An executor that says token 7 to everything."""
+    """An executor that answers token 7 to everything."""
 
     launches_ahead = False
 
@@ -108,8 +108,8 @@ def test_log_and_clients_are_told_the_same_end_of_the_service(
         engine.start()
         assert answer.done.wait(10)
         engine.stop()
-    told = answer.updates[-1].error
-    assert told is not None and told.message.endswith("; the service exits to be restarted")
+    error = answer.updates[-1].error
+    assert error is not None and error.message.endswith("; the service exits to be restarted")
     assert caplog.records[-1].getMessage() == "the engine failed; the service exits to be restarted"
 
 

@@ -101,9 +101,9 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot(
         await process.stop()
     finally:
         await process.close()
-    said = capfd.readouterr().err
-    assert f"only n-grams draft, {tmp_path}/none is not used: " in said
-    assert "NGRAM draft in this process" in said
+    stderr = capfd.readouterr().err
+    assert f"only n-grams draft, {tmp_path}/none is not used: " in stderr
+    assert "NGRAM draft in this process" in stderr
 
 
 @pytest.mark.parametrize("names", [("STANDALONE", "NGRAM"), ("AUTO",)])

@@ -96,16 +96,16 @@ async def test_any_bytes_for_any_method(door: Door, data: bytes, method: str) ->
         check(error.code(), error.details() or "")
 
 
-Said = draft_pb2.DraftServiceSpeculateResponse
+Response = draft_pb2.DraftServiceSpeculateResponse
 
 
 @fuzz
-@given(st.lists(wire(Said), max_size=5))
-async def test_any_bytes_of_a_draft_leave_its_dialer_at_work(tmp_path_factory: Any, said: list[bytes]) -> None:
+@given(st.lists(wire(Response), max_size=5))
+async def test_any_bytes_of_a_draft_leave_its_dialer_at_work(tmp_path_factory: Any, sent: list[bytes]) -> None:
     async def behave(context: Context, call: int) -> None:
         if call == 1:
             await greet(context)
-            for data in said:
+            for data in sent:
                 await context.write(data)
             return
         await greet(context)
@@ -121,11 +121,11 @@ async def test_any_bytes_of_a_draft_leave_its_dialer_at_work(tmp_path_factory: A
 @fuzz
 @given(st.lists(wire(draft_pb2.DraftServiceFeaturesResponse), max_size=4))
 async def test_any_bytes_on_the_features_stream_leave_its_dialer_at_work(
-    tmp_path_factory: Any, said: list[bytes]
+    tmp_path_factory: Any, sent: list[bytes]
 ) -> None:
     async def features(context: Context, call: int) -> None:
         await context.read()
-        for data in said:
+        for data in sent:
             await context.write(data)
 
     async def at_once(seconds: float) -> None:
@@ -157,7 +157,7 @@ async def test_any_events_of_a_draft_change_no_token(
                 kind = event.WhichOneof("event")
                 if kind in ("grow", "decline"):
                     getattr(event, kind).request = number
-            await context.write(Said(events=events).SerializeToString())
+            await context.write(Response(events=events).SerializeToString())
         await stay(context)
 
     async with dialled(tmp_path_factory.mktemp("e"), behave, events=remote):

@@ -361,8 +361,8 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
     assert not port.take(drafts)
     spec.wait.on_wait()
     drafts.send_awaited_commits([asked])
-    (told,) = port.take(drafts)
-    assert isinstance(told, Commit) and (told.length_before, list(told.token_ids)) == (2, [40, 41, 42])
+    (commit,) = port.take(drafts)
+    assert isinstance(commit, Commit) and (commit.length_before, list(commit.token_ids)) == (2, [40, 41, 42])
     asked.tokens.append(43)
     drafts.on_commit(asked)
     spec.wait.on_wait()
@@ -371,8 +371,8 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
     for token in range(1, 40):
         asked.tokens += [token, token]
         follow(drafts, asked, 2)
-    (told,) = port.take(drafts)
-    assert isinstance(told, Commit) and 64 < len(told.token_ids) <= 66, "more would take long when it is waited for"
+    (commit,) = port.take(drafts)
+    assert isinstance(commit, Commit) and 64 < len(commit.token_ids) <= 66, "more would take long when it is waited for"
 
 
 def test_a_draft_that_grows_ahead_hears_of_every_commit() -> None:
@@ -403,7 +403,7 @@ def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> No
 
 
 class Chatty(ThreadInbox):
-    """Always has something to say, and nothing that a round waits for, shortly before a wait is over."""
+    """Always has something to send, and nothing that a round waits for, shortly before a wait is over."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -37,18 +37,18 @@ class Grown:
 
     def answer(self) -> None:
         self._epoch += 1
-        self._say([5], 1)
+        self._send([5], 1)
 
     def part(self, node: int, score: float = -0.05) -> None:
         """A node below the last one, `node`."""
         self._clock.now += PART
-        self._say([5 + node], node + 1, score)
+        self._send([5 + node], node + 1, score)
 
-    def say_nothing(self) -> None:
+    def send_no_nodes(self) -> None:
         self._clock.now += PART
-        self._say([], 3)
+        self._send([], 3)
 
-    def _say(self, tokens: list[int], first: int, score: float = -0.05) -> None:
+    def _send(self, tokens: list[int], first: int, score: float = -0.05) -> None:
         grow = tree(self.spec.number, self._epoch, self.request.committed_len, tokens, first, score)
         self._drafts.receive(self._port, [grow], self._clock.now)
 
@@ -190,7 +190,7 @@ def test_a_pause_is_no_time_of_a_part(scene: Scene) -> None:
 
 def test_a_message_without_nodes_is_no_part(scene: Scene) -> None:
     scene.first.part(1)
-    scene.first.say_nothing()
+    scene.first.send_no_nodes()
     assert scene.first.spec.wait.num_parts == 1
 
 

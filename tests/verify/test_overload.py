@@ -246,7 +246,7 @@ async def test_what_gathers_is_sent_in_messages_of_bounded_size_and_in_order() -
 
 
 class Flood:
-    """Stands for an engine: once it is let go on, says more of one answer than anybody could read, and fast."""
+    """Stands for an engine: once it is let go on, sends more of one answer than anybody could read, and fast."""
 
     def __init__(self) -> None:
         self.num_running = 1
@@ -288,8 +288,8 @@ async def test_over_grpc_an_unread_answer_is_ended_and_leaves_the_engine(tmp_pat
                 while await call.read() is not grpc.aio.EOF:
                     pass
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            told = error_from_rpc(caught.value)
-            assert isinstance(told, OverloadedError) and told.code == "slow_reader"
+            decoded = error_from_rpc(caught.value)
+            assert isinstance(decoded, OverloadedError) and decoded.code == "slow_reader"
         assert engine.backlog.slow_readers == 1
     finally:
         await server.stop(0)

@@ -30,13 +30,13 @@ def states(tokens: Sequence[int]) -> list[int]:
 
 
 def text(tokens: Sequence[int], count: int) -> list[int]:
-    """What the fake target says behind these tokens; each token depends on all before it."""
-    said: list[int] = []
+    """What the fake target generates behind these tokens; each token depends on all before it."""
+    answer: list[int] = []
     state = states(tokens)[-1]
     for _ in range(count):
-        said.append((state >> 7) % VOCAB)
-        state = mix(state, said[-1])
-    return said
+        answer.append((state >> 7) % VOCAB)
+        state = mix(state, answer[-1])
+    return answer
 
 
 class KeepingDevice(FakeDevice):
@@ -70,16 +70,16 @@ class KeepingDevice(FakeDevice):
             return Result()
         assert max(nodes.depths, default=0) <= request.draft_room
         below = {pair: node for node, pair in enumerate(zip(nodes.parents, nodes.token_ids, strict=True))}
-        said: list[int] = []
+        sampled: list[int] = []
         node: int | None = -1
         for token in text(tokens, len(nodes) + 1):
-            said.append(token)
+            sampled.append(token)
             if (node := below.get((node, token))) is None:
                 break
-        accepted = states([*tokens, *said])[end : end + len(said) - 1]
+        accepted = states([*tokens, *sampled])[end : end + len(sampled) - 1]
         self._kv.update(zip(slots[end:], accepted, strict=False))
-        self._sampled[request] = said[-1]
-        return Result(said)
+        self._sampled[request] = sampled[-1]
+        return Result(sampled)
 
 
 class Load:
@@ -168,7 +168,7 @@ def test_pages_hold_what_their_requests_have_said(seed: int) -> None:
         if any(answer is one for one in load.cancelled):
             expected = expected[: len(answer.token_ids)]
         assert answer.token_ids == expected
-        told = [update.cached_prompt_tokens for update in answer.updates]
-        assert answer.request is not None and max(told, default=0) < answer.request.prompt_len
+        num_cached = [update.cached_prompt_tokens for update in answer.updates]
+        assert answer.request is not None and max(num_cached, default=0) < answer.request.prompt_len
     check_memory(engine.memory)
     assert not device.rows and engine.memory.num_used == engine.memory.radix.num_pages, "a row or a page leaked"

@@ -88,10 +88,10 @@ def test_fields_begin_where_pointers_are_aligned() -> None:
     for shape in (PromptShape(1, 7), PromptShape(33, 7), PromptShape(512, 127)):
         layout = PromptLayout(shape)
         batch = layout.batch(torch.arange(layout.size, dtype=torch.int32), shape, tables, 4)
-        told = (batch.token_ids, batch.positions, batch.slots, batch.first, batch.cached_len, batch.table_rows)
-        assert [len(field) for field in told] == [shape.tokens] * 3 + [shape.rows + 1, shape.rows, shape.rows]
-        assert all(field[0] % 4 == 0 for field in told)
-        assert all(before[-1] < after[0] for before, after in pairwise(told))
+        fields = (batch.token_ids, batch.positions, batch.slots, batch.first, batch.cached_len, batch.table_rows)
+        assert [len(field) for field in fields] == [shape.tokens] * 3 + [shape.rows + 1, shape.rows, shape.rows]
+        assert all(field[0] % 4 == 0 for field in fields)
+        assert all(before[-1] < after[0] for before, after in pairwise(fields))
 
 
 def test_a_description_is_padded_whatever_shape_is_cut_out() -> None:
@@ -100,9 +100,9 @@ def test_a_description_is_padded_whatever_shape_is_cut_out() -> None:
         PromptChunk(3, [7, 8, 9], 4, np.array([40, 41, 50], np.int32)),
         PromptChunk(1, [6], 0, np.array([12], np.int32)),
     ]
-    told = torch.from_numpy(layout.describe(chunks, spare_row=9))
+    described = torch.from_numpy(layout.describe(chunks, spare_row=9))
     for shape in (PromptShape(8, 3), PromptShape(20, 5)):
-        batch = layout.batch(told, shape, torch.zeros(10, 4, dtype=torch.int32), 4)
+        batch = layout.batch(described, shape, torch.zeros(10, 4, dtype=torch.int32), 4)
         tokens, rows = shape.tokens - 4, shape.rows - 2
         assert batch.token_ids.tolist() == [7, 8, 9, 6] + [0] * tokens
         assert batch.positions.tolist() == [4, 5, 6, 0] + [0] * tokens
@@ -110,7 +110,7 @@ def test_a_description_is_padded_whatever_shape_is_cut_out() -> None:
         assert batch.first.tolist() == [0, 3, 4] + [4] * rows
         assert batch.cached_len.tolist() == [4, 0] + [0] * rows
         assert batch.table_rows.tolist() == [3, 1] + [9] * rows
-        assert all(getattr(batch, name).data_ptr() % 16 == told.data_ptr() % 16 for name in ("positions", "slots"))
+        assert all(getattr(batch, name).data_ptr() % 16 == described.data_ptr() % 16 for name in ("positions", "slots"))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 4), (3, 5), (4, 12), (5, 11), (11, 12)])

@@ -84,7 +84,7 @@ def ask(engine: ThreadedEngine, prompt: list[int], num_top: int | None = NUM_TOP
     return answer
 
 
-def told(answer: Answer) -> PromptLogprobs:
+def logprobs_of(answer: Answer) -> PromptLogprobs:
     """All parts as one; they must follow each other without a gap, and come before the first token."""
     assert answer.done.wait(60)
     assert answer.updates[-1].error is None
@@ -100,7 +100,7 @@ def told(answer: Answer) -> PromptLogprobs:
 
 
 def check(answer: Answer, prompt: list[int], expected: torch.Tensor, num_top: int = NUM_TOP) -> None:
-    got = told(answer)
+    got = logprobs_of(answer)
     own = expected.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
     np.testing.assert_allclose(got.logprobs, own, atol=2e-4)
     assert got.ranks.tolist() == (1 + (expected > own[:, None]).sum(-1)).tolist()
@@ -147,7 +147,7 @@ def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
     plain = ask(engine, prompt, num_top=None, max_tokens=20)
     assert plain.done.wait(60)
     text = prompt + plain.token_ids
-    got = told(ask(engine, text, num_top=1))
+    got = logprobs_of(ask(engine, text, num_top=1))
     greedy = (got.logprobs == got.top_logprobs[:, 0]).tolist()
     assert greedy == (got.ranks == 1).tolist()
     # From the prompt's end on the text is what greedy decoding gave.
@@ -177,14 +177,14 @@ def test_preemption_neither_repeats_nor_loses_a_position(
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_draft_does_not_round_them_in_another_way(make: Make, target: Target, engines: list[ThreadedEngine]) -> None:
     prompt = prompt_of(12)
-    plain = told(ask(start(engines, make(target.model)), prompt))
+    plain = logprobs_of(ask(start(engines, make(target.model)), prompt))
     engine = start(engines, make(target.model))
     # Its nodes are there before the prompt is computed; on a CPU one forward computes a chunk's end and the root.
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(8, VOCAB)))
     drafted = ask(engine, prompt, max_tokens=24)
     for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
-        np.testing.assert_array_equal(getattr(told(drafted), name), getattr(plain, name))
-    rounds = [told_round for update in drafted.updates for told_round in update.rounds]
+        np.testing.assert_array_equal(getattr(logprobs_of(drafted), name), getattr(plain, name))
+    rounds = [counts for update in drafted.updates for counts in update.rounds]
     assert any(one.num_draft_tokens for one in rounds)
 
 

@@ -61,7 +61,7 @@ def itself(part: CausalLM, window: int = 0) -> DraftModel:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random EAGLE-3 head for the target: it knows little, and what it says hangs on features."""
+    """A random EAGLE-3 head for the target: it knows little, and what it proposes depends on features."""
     folder = tmp_path_factory.mktemp("head")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"max_position_embeddings": 256, "vocab_size": RANKS_VOCAB, "draft_vocab_size": 40}
@@ -115,10 +115,10 @@ def test_trees_of_all_ranks_give_the_text_of_one(
 def test_a_cut_head_grows_the_trees_of_a_whole_one(
     ranks_folder: Path, head: Path, model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
 ) -> None:
-    told = DraftOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
+    draft_options = DraftOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
 
     def load(part: CausalLM) -> DraftModel:
-        return load_draft_model(told, part.device, part.dtype, exchange=part.exchange)
+        return load_draft_model(draft_options, part.device, part.dtype, exchange=part.exchange)
 
     # One at a time, so that what a request's tree may have does not hang on the others.
     whole, _ = make_paged_engine(model, draft=load(model), growth=GROWTH)
@@ -196,7 +196,9 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
 ) -> None:
     asked: list[Exchange | None] = []
 
-    def record(told: DraftOptions, device: torch.device, dtype: torch.dtype, report: object, exchange: Any) -> object:
+    def record(
+        draft_options: DraftOptions, device: torch.device, dtype: torch.dtype, report: object, exchange: Any
+    ) -> object:
         asked.append(exchange)
         return SimpleNamespace(token_ids_hash="", hidden_size=64, target_vocab_size=target.config.vocab_size)
 

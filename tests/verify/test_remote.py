@@ -84,10 +84,10 @@ class Silent:
 
     def __init__(self) -> None:
         self.num_resets = 0
-        self.told: list[VerifyMessage] = []
+        self.sent: list[VerifyMessage] = []
 
     def send(self, messages: list[VerifyMessage]) -> None:
-        self.told += messages
+        self.sent += messages
 
     def reset(self) -> None:
         self.num_resets += 1

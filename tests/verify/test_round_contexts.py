@@ -56,8 +56,8 @@ class Ledger(StandaloneDraft):
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(batch, PagedBatch) and features is not None
         there = batch.slots >= 0
-        told = torch.stack((batch.token_ids, batch.positions), 1)[there]
-        kv.k_layers[0][batch.slots[there].long(), 0, :2] = told.float()
+        inputs = torch.stack((batch.token_ids, batch.positions), 1)[there]
+        kv.k_layers[0][batch.slots[there].long(), 0, :2] = inputs.float()
         kv.v_layers[0][batch.slots[there].long(), 0] = features[there]
         self._note_contexts(batch, kv)
         if batch.mask is None:

@@ -103,7 +103,7 @@ def test_a_prefix_is_looked_for_once_while_no_pages_come_back_and_only_where_som
     looked: list[int] = []
     find = RadixCache.num_held
     monkeypatch.setattr(
-        RadixCache, "num_held", lambda cache, *given, **told: looked.append(1) or find(cache, *given, **told)
+        RadixCache, "num_held", lambda cache, *given, **named: looked.append(1) or find(cache, *given, **named)
     )
     device = FakeDevice()
     engine = fake_engine(device, num_pages=64, root_apart=True, max_nodes=0)

@@ -112,7 +112,7 @@ def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
 
 
 class EngineUpdates(LocalDraft):
-    """Notes when it is told of a commit, beside the launches of rounds."""
+    """Notes when it is sent a commit, beside the launches of rounds."""
 
     def __init__(self, engine: ThreadedEngine, device: FakeDevice, right: bool) -> None:
         super().__init__(engine, VOCAB, self._right if right else self._wrong)
@@ -131,7 +131,7 @@ class EngineUpdates(LocalDraft):
 
 @pytest.mark.parametrize(("right", "num_requests"), [(False, 1), (True, 1), (False, 6)])
 def test_a_draft_hears_first_of_what_leaves_nothing_to_verify(right: bool, num_requests: int) -> None:
-    """Else it is told while the next round runs: where nodes are there, or where there is much to tell."""
+    """Else it is sent while the next round runs: where nodes are there, or where there is much to send."""
     device = FakeDevice(spin=True)
     engine = fake_engine(device, num_pages=256)
     engine.draft_connected(EngineUpdates(engine, device, right))
@@ -141,7 +141,7 @@ def test_a_draft_hears_first_of_what_leaves_nothing_to_verify(right: bool, num_r
     engine.stop()
     events = [event for event in device.events if event in ("launch", "told", "wait")]
     launches = [place for place, event in enumerate(events) if event == "launch"]
-    # The first rounds have nothing to tell of, the last nobody to tell, or fewer.
+    # The first rounds have nothing to send, the last nobody to send it to, or fewer.
     rounds = list(zip(launches, device.rounds, strict=True))[2:-4]
     first = [events[place - 1] == "told" for place, _ in rounds]
     bare = [not any(nodes for _, _, nodes in entries) for _, entries in rounds]
@@ -233,8 +233,8 @@ def test_a_long_gap_is_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.messages
         log_long_gap(0.0093, phases)
     parts = ", ".join(rf"{name} \d+\.\d\d ms" for name in ("commit", "launch", "CPU time"))
-    (told,) = caplog.messages
-    assert re.fullmatch(rf"the device was idle for 9\.3 ms: {parts}, taken off the CPU \d+ times", told)
+    (warning,) = caplog.messages
+    assert re.fullmatch(rf"the device was idle for 9\.3 ms: {parts}, taken off the CPU \d+ times", warning)
 
 
 def test_a_dry_run_leaves_no_trace() -> None:

@@ -32,7 +32,7 @@ def restored_log() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("--deterministic --accept-threshold-acc=0.5", "--deterministic: lossy acceptance depends on what is drafted"),
         ("--deterministic --attention-backend=flashinfer", "--attention-backend: flashinfer has no deterministic mode"),
@@ -51,11 +51,11 @@ def restored_log() -> Iterator[None]:
     ],
 )
 def test_options_are_refused_before_the_model_is_looked_for(
-    wrong: str, said: str, restored_log: None, capsys: pytest.CaptureFixture[str]
+    wrong: str, message: str, restored_log: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model=nosuch", "--address=127.0.0.1:0", "--metrics-address=", *wrong.split()]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert said in line
+    assert message in line
 
 
 def test_a_model_that_is_not_there_is_told_by_its_option() -> None:

@@ -1,4 +1,4 @@
-"""On a CPU, in bfloat16, what a request is told has the same bits whatever runs beside it.
+"""On a CPU, in bfloat16, the answer to a request has the same bits whatever runs beside it.
 
 Log-probabilities are compared, which tell of every bit where tokens tell of near ties alone.
 """
@@ -32,7 +32,7 @@ PARAMS = SamplingParams(temperature=0.7, seed=3, num_logprobs=2)
 PAGES = 64
 """Of each request."""
 NUM_TOKENS = 24
-Told = tuple[list[int], list[TokenLogprobs]]
+Output = tuple[list[int], list[TokenLogprobs]]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def asked(length: int, place: int = 0) -> Request:
     return request
 
 
-def run(executor: TorchExecutor, *entries: Entry) -> list[Told]:
+def run(executor: TorchExecutor, *entries: Entry) -> list[Output]:
     """A round, and its commits."""
     results = executor.launch(entries).wait()
     for entry, result in zip(entries, results, strict=True):
@@ -62,7 +62,7 @@ def run(executor: TorchExecutor, *entries: Entry) -> list[Told]:
     return [(list(result.token_ids), list(result.logprobs)) for result in results]
 
 
-def alone(model: CausalLM, length: int) -> Told:
+def alone(model: CausalLM, length: int) -> Output:
     """The answer to a prompt by rounds of one root."""
     executor, request = TorchExecutor(model, PAGES, PAGE_SIZE), asked(length)
     tokens, logprobs = run(executor, Entry(request, length))[0]
@@ -108,13 +108,13 @@ def test_prompts_of_others_change_no_bit_of_a_root_or_a_prompt(steady: CausalLM)
     executor = TorchExecutor(steady, PAGES * len(lengths), PAGE_SIZE)
     first = run(executor, Entry(requests[0], lengths[0]))[0]
     entries = [Entry(requests[0], 1), *(Entry(one, one.prompt_len) for one in requests[1:])]
-    told = run(executor, *entries)
-    told[0] = first[0] + told[0][0], first[1] + told[0][1]
-    for (tokens, logprobs), (wanted, of_wanted) in zip(told, expected, strict=True):
+    results = run(executor, *entries)
+    results[0] = first[0] + results[0][0], first[1] + results[0][1]
+    for (tokens, logprobs), (wanted, of_wanted) in zip(results, expected, strict=True):
         assert (tokens, logprobs) == (wanted[: len(tokens)], of_wanted[: len(tokens)])
 
 
-def told_by(answers: Sequence[Answer]) -> list[Told]:
+def outputs_of(answers: Sequence[Answer]) -> list[Output]:
     return [(answer.token_ids, [entry for update in answer.updates for entry in update.logprobs]) for answer in answers]
 
 
@@ -142,7 +142,7 @@ def test_answers_have_the_same_bits_with_drafts_beside_others_and_after_preempti
     drafted.start()
     # Of a prefix cache, a preempted answer would find a part of its own prompt, and cut the rest elsewhere.
     answers = run_all(drafted, jobs, max_tokens=40, skip_prefix_cache=True)
-    assert told_by(answers) == told_by(truth)
+    assert outputs_of(answers) == outputs_of(truth)
     assert sum(answer.num_accepted for answer in answers) > 0
     assert (drafted.scheduler.num_preemptions > 0) is (num_pages < 512)
 
@@ -156,7 +156,7 @@ def test_neither_cached_prefixes_nor_drafts_change_a_bit_if_codes_are_multiplied
     round_to_four_bits(tmp_path)
     model = load_model(tmp_path, torch.bfloat16)
     jobs = [(prompt_of(150)[:length] + prompt_of(40), PARAMS) for length in (150, 110, 150, 70)]
-    told, texts = [], {}
+    results, texts = [], {}
     for keep_prefixes, chunk_size, drafted in ((False, 512, False), (True, 80, False), (True, 80, True)):
         engine = make_engine(
             model, 512, keep_prefixes=keep_prefixes, chunk_size=chunk_size, steady_rows=model.steady_rows
@@ -168,6 +168,6 @@ def test_neither_cached_prefixes_nor_drafts_change_a_bit_if_codes_are_multiplied
         answers = run_all(engine, jobs, width=len(jobs) if drafted else 1, speculate=drafted, max_tokens=10)
         assert any(update.cached_prompt_tokens for one in answers for update in one.updates) is keep_prefixes
         assert any(answer.num_accepted for answer in answers) is drafted
-        told.append(told_by(answers))
+        results.append(outputs_of(answers))
         texts = {tuple(prompt): prompt + one.token_ids for (prompt, _), one in zip(jobs, answers, strict=True)}
-    assert told[0] == told[1] == told[2]
+    assert results[0] == results[1] == results[2]

@@ -1,4 +1,4 @@
-"""A traced request is told what each round verified; nobody else pays for it."""
+"""A traced request gets what each round verified; nobody else pays for it."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_rounds_without_a_right_guess_are_told_too(engine: ThreadedEngine, kind:
     for _ in range(50 if kind == "wrong" else 1):
         answer = ask(engine, speculate=kind != "off")
         assert answer.token_ids == plain.token_ids
-        told = trees(answer)
-        assert [tree.num_tokens for tree in told] == [1] * len(answer.token_ids)
-        assert not any(tree.accepted for tree in told)
-        if any(tree.token_ids for tree in told):
+        found = trees(answer)
+        assert [tree.num_tokens for tree in found] == [1] * len(answer.token_ids)
+        assert not any(tree.accepted for tree in found)
+        if any(tree.token_ids for tree in found):
             break
-    assert any(tree.token_ids for tree in told) == (kind == "wrong")
+    assert any(tree.token_ids for tree in found) == (kind == "wrong")
 
 
 def test_scores_and_drafters_are_those_that_the_draft_sent(engine: ThreadedEngine) -> None:

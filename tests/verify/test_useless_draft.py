@@ -1,4 +1,4 @@
-"""A draft that is never right, and what it may still cost: commits are told rarely, and nobody waits for it."""
+"""A draft that is never right, and what it may still cost: commits are sent rarely, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ RIGHT, WRONG = 7, 5
 
 
 class Session:
-    """A request that commits the same token again and again, and a draft that guesses when it has been told."""
+    """A request that commits the same token again and again, and a draft that guesses when a commit reaches it."""
 
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
         self.port = Recorder()
         drafts.connected(self.port)
         self.one, self.spec = self.admit()
-        self.told: list[int] = []
-        """Tokens of each commit that was told."""
+        self.num_sent: list[int] = []
+        """Tokens of each commit that was sent."""
 
     def admit(self) -> tuple[Request, SpeculativeRequest]:
         one = request([1, 2])
@@ -46,17 +46,17 @@ class Session:
         return one, spec
 
     def commit(self, guess: int, rounds: int = 1) -> int:
-        """Commit `rounds` tokens, with a guess at the next whenever the draft was told; how often it was."""
-        before = len(self.told)
+        """Commit `rounds` tokens, with a guess at the next whenever the draft was sent a commit; how often it was."""
+        before = len(self.num_sent)
         for _ in range(rounds):
             self.one.tokens.append(RIGHT)
             follow(self.drafts, self.one)
             for message in self.port.take(self.drafts):
                 assert isinstance(message, Commit)
                 assert message.length_before + len(message.token_ids) == self.one.committed_len
-                self.told.append(len(message.token_ids))
+                self.num_sent.append(len(message.token_ids))
                 self.guess(guess)
-        return len(self.told) - before
+        return len(self.num_sent) - before
 
     def guess(self, token: int) -> None:
         grow = tree(self.spec.number, self.spec.mirror.epoch + 1, self.one.committed_len, [token])
@@ -73,7 +73,7 @@ def test_a_draft_that_is_never_right_is_told_of_few_commits_and_of_every_token(s
     session.commit(WRONG)
     assert session.spec.backoff.in_doubt
     assert session.commit(WRONG, 320) <= 320 // 20
-    assert sum(session.told) == MAX_WRONG_LOOKS + 1 + 320 - session.spec.num_unsent_tokens
+    assert sum(session.num_sent) == MAX_WRONG_LOOKS + 1 + 320 - session.spec.num_unsent_tokens
     # Its trees may be no larger than those of a request among many.
     assert session.drafts.credit(session.one, 63, 0) < CREDIT_ROUNDS * 63
 
@@ -86,7 +86,7 @@ def test_one_right_guess_ends_the_doubt(session: Session) -> None:
     session.commit(RIGHT)
     assert not session.spec.backoff.in_doubt
     assert session.commit(RIGHT, 10) == 10
-    assert session.told[-9:] == [1] * 9, "behind one with what it had not been told"
+    assert session.num_sent[-9:] == [1] * 9, "behind one with what it had not been sent"
     assert session.drafts.credit(session.one, 63, 0) == min(CREDIT_ROUNDS * 63, 256)
 
 

@@ -35,9 +35,9 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
         _limits(options, Path("unused"), model, 32)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("pages", "told"), [(512, 8113), (1024, 0)])
+@pytest.mark.parametrize(("pages", "limit"), [(512, 8113), (1024, 0)])
 def test_a_context_below_the_model_s_is_told_with_its_reason(
-    pages: int, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pages: int, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "count_tokens", lambda path: 61)
     config = SimpleNamespace(max_positions=8192, vocab_size=61)
@@ -46,8 +46,8 @@ def test_a_context_below_the_model_s_is_told_with_its_reason(
     with caplog.at_level("INFO", logger="verify_service"):
         limits = _limits(options, tmp_path, model, pages)  # type: ignore[arg-type]
     text = "context of 8113 tokens, not the model's 8192: a KV cache of 8192 has to hold 63 draft tokens, too; "
-    assert limits.context_length == (told or 8192)
-    assert caplog.messages == ([f"{text}--max-total-tokens raises it"] if told else [])
+    assert limits.context_length == (limit or 8192)
+    assert caplog.messages == ([f"{text}--max-total-tokens raises it"] if limit else [])
 
 
 @pytest.mark.parametrize(("context_length", "cache", "most"), [(257, 0, 256), (1010, 1024, 945)])
@@ -61,7 +61,7 @@ def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "draft_tokens", "page_size", "told"),
+    ("tokens", "draft_tokens", "page_size", "limit"),
     [
         (15, 63, 16, "15 tokens are too few to warm up; allow at least 512"),
         (512, 63, 3, "512 tokens are too few to warm up; allow at least 513"),
@@ -69,13 +69,13 @@ def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
     ],
 )
 def test_a_cache_that_is_too_small_is_refused_before_weights_are_read(
-    tmp_path: Path, tokens: int, draft_tokens: int, page_size: int, told: str
+    tmp_path: Path, tokens: int, draft_tokens: int, page_size: int, limit: str
 ) -> None:
     write_model(tmp_path, 256)
     options = VerifyOptions(
         model=str(tmp_path), max_total_tokens=tokens, max_draft_tokens=draft_tokens, page_size=page_size
     )
-    with pytest.raises(ConfigError, match=f"--max-total-tokens: {told}"):
+    with pytest.raises(ConfigError, match=f"--max-total-tokens: {limit}"):
         load(options)
 
 

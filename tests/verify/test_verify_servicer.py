@@ -255,8 +255,8 @@ async def test_what_is_not_done_when_the_time_to_drain_is_over_is_told_so(
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 while await call.read() is not grpc.aio.EOF:
                     pass
-            told = error_from_rpc(raised.value)
-            assert isinstance(told, UnavailableError) and told.code == "draining"
+            decoded = error_from_rpc(raised.value)
+            assert isinstance(decoded, UnavailableError) and decoded.code == "draining"
     assert "draining for at most 0.1 s; requests: 2" in caplog.text
     assert "the drain time is over; requests cancelled: 2" in caplog.text
 

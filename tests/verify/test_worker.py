@@ -104,11 +104,11 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
     with pytest.raises(BlockingIOError):
         wire.read()
     reporter.flush()
-    (told,) = wire.read()
-    assert isinstance(told, EngineUpdates)
-    assert [(number, update.token_ids) for number, update in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
-    assert told.ended == [4] and told.read == {9: 48}
-    (report,) = told.rounds
+    (frame,) = wire.read()
+    assert isinstance(frame, EngineUpdates)
+    assert [(number, update.token_ids) for number, update in frame.updates] == [(1, [1]), (2, [2]), (3, [3])]
+    assert frame.ended == [4] and frame.read == {9: 48}
+    (report,) = frame.rounds
     assert report.figures._replace(answers=()) == RoundFigures(0.5, 0.1, gap=0.001, gpu=0.4)
     reporter.flush()
     with pytest.raises(BlockingIOError):
@@ -119,8 +119,12 @@ def test_drafts_are_told_at_once(wire: Wire) -> None:
     port = DraftServiceConnection(7, "far:1", wire.pipe)
     port.send([Close(3), Close(4)])
     port.reset()
-    told, reset = wire.read()
-    assert isinstance(told, FromVerify) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
+    received, reset = wire.read()
+    assert (
+        isinstance(received, FromVerify)
+        and received.session == 7
+        and [part.request for part in received.messages] == [3, 4]
+    )
     assert reset == SessionLost(7)
 
 
@@ -137,7 +141,7 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
     )
     reporter.watch(engine)  # type: ignore[arg-type]
 
-    def told() -> int | None:
+    def num_running() -> int | None:
         """Running requests in the snapshot that leaves now, if one does."""
         wire.door.setblocking(False)
         reporter.flush()
@@ -148,17 +152,17 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
         assert isinstance(frame, EngineUpdates) and frame.snapshot is not None and frame.snapshot.cost == {1: 0.5}
         return frame.snapshot.num_running
 
-    assert told() == 0
+    assert num_running() == 0
     scheduler.running = ["a"]
-    assert told() == 1, "no longer idle"
+    assert num_running() == 1, "no longer idle"
     scheduler.running = ["a", "b"]
-    assert told() is None
+    assert num_running() is None
     now += SNAPSHOT_SECONDS
-    assert told() == 2
+    assert num_running() == 2
     now += SNAPSHOT_SECONDS
-    assert told() is None, "nothing changed"
+    assert num_running() is None, "nothing changed"
     scheduler.running = []
-    assert told() == 0, "idle again"
+    assert num_running() == 0, "idle again"
 
 
 def test_a_door_that_does_not_read_costs_no_frame_and_no_wait(wire: Wire) -> None:
@@ -258,15 +262,15 @@ def test_features_in_a_ring_and_their_releases_take_the_line(wire: Wire, in_ring
     sent = replace(sent, ring_offset=256 if in_ring else None)
     connection.send([Close(9)])
     connection.send_features([sent])
-    told = line.receive()[1:]
+    received = line.receive()[1:]
     if in_ring:
-        assert told == [VerifyBatch([Close(9)]), FeatureBatch([replace(sent, data=b"")])]
+        assert received == [VerifyBatch([Close(9)]), FeatureBatch([replace(sent, data=b"")])]
         line.send(DraftBatch([Grow(3, 1, 5, 5, 1)], 5))
         for action in inbox.take(20):
             action()
         assert released == [(connection, 5)]
     else:
-        assert told == [VerifyBatch([Close(9)])] and isinstance(wire.read()[0], FeaturePieces)
+        assert received == [VerifyBatch([Close(9)])] and isinstance(wire.read()[0], FeaturePieces)
     line.close()
     listener.close()
     connection.line.close()  # type: ignore[union-attr]

@@ -60,10 +60,10 @@ class TurnTaking:
         self.request = request([1, 2])
         self._drafts.admit(self.request)
         self._author: TreeAuthor | None = None
-        self._told: list[VerifyMessage] = []
+        self._sent: list[VerifyMessage] = []
         self._steps: list[tuple[float, Callable[[], list[DraftMessage]]]] = []
         """What the draft is at: seconds of work left, and what comes of it."""
-        self._untold = 0
+        self._unsent = 0
 
     @property
     def rate(self) -> float:
@@ -80,13 +80,13 @@ class TurnTaking:
         start = self.clock.now
         while (left := self._longest - (self.clock.now - start)) > 1e-9 and (seconds := self._seconds()):
             spec.wait.on_wait()
-            self._tell()
-            self._advance(min(seconds, left), 1.0, until_said=True)
+            self._send_commit()
+            self._advance(min(seconds, left), 1.0, until_answer=True)
         self.held += self.clock.now - start
         self.num_held += self.clock.now > start
         choice = self._choice()
         self._drafts.on_launch(self.clock.now)
-        self._tell()
+        self._send_commit()
         self._budget.took(choice)
         taken = set(self._forest.take(choice.num_nodes)[0].slots)
         tokens, slot = [], spec.mirror.root
@@ -96,10 +96,10 @@ class TurnTaking:
             if below is None or below not in taken:
                 break
             slot = below
-        self._advance(choice.seconds, SLOW, until_said=False)
+        self._advance(choice.seconds, SLOW, until_answer=False)
         self.request.tokens.extend(tokens)
         self._drafts.on_commit(self.request)
-        self._untold += len(tokens)
+        self._unsent += len(tokens)
         self.num_rounds += 1
 
     def _choice(self):
@@ -115,18 +115,18 @@ class TurnTaking:
             return self._policy.wait_seconds(
                 [spec.wait] if spec.wait.expects else [], 1, self._choice(), now=self.clock.now
             )
-        return self._longest if self._wait == "always" and (self._steps or self._told or self._untold) else 0.0
+        return self._longest if self._wait == "always" and (self._steps or self._sent or self._unsent) else 0.0
 
-    def _tell(self) -> None:
-        """What the engine and the session do: the draft hears of the last commit, if the round waits for it."""
-        if self._untold:
-            self._drafts.send_commit(self.request, self._untold, credit=60)
-            self._untold = 0
+    def _send_commit(self) -> None:
+        """What the engine and the session do: the draft is sent the last commit, if the round waits for it."""
+        if self._unsent:
+            self._drafts.send_commit(self.request, self._unsent, credit=60)
+            self._unsent = 0
             self._drafts.learn()
-        self._told += self._port.take(self._drafts)
+        self._sent += self._port.take(self._drafts)
 
-    def _advance(self, seconds: float, speed: float, *, until_said: bool) -> None:
-        """Let the draft work for so long, or until it says something."""
+    def _advance(self, seconds: float, speed: float, *, until_answer: bool) -> None:
+        """Let the draft work for so long, or until it answers."""
         end = self.clock.now + seconds
         while True:
             if not self._steps:
@@ -136,7 +136,7 @@ class TurnTaking:
             work, do = self._steps.pop(0)
             self.clock.now += work / speed
             self._drafts.receive(self._port, do(), self.clock.now)
-            if until_said:
+            if until_answer:
                 return
         if self._steps:
             work, do = self._steps[0]
@@ -144,16 +144,16 @@ class TurnTaking:
         self.clock.now = end
 
     def _take_up(self) -> None:
-        """The draft follows all that it was told, and begins to answer."""
-        machine, told, self._told = self._machine, self._told, []
-        for message in told:
+        """The draft follows all that it was sent, and begins to answer."""
+        machine, messages, self._sent = self._machine, self._sent, []
+        for message in messages:
             if isinstance(message, Open):
                 self._author = TreeAuthor(message, VOCAB)
             elif isinstance(message, Commit) and self._author is not None:
                 assert self._author.apply(message) in (Outcome.HIT, Outcome.MISS)
-        if told:
+        if messages:
             slower = machine.delay(self.num_rounds)
-            self._steps = [(slower * machine.answer, self._say), (slower * machine.burst, self._grow)]
+            self._steps = [(slower * machine.answer, self._answer), (slower * machine.burst, self._grow)]
 
     def _grow(self) -> list[DraftMessage]:
         author = self._author
@@ -166,14 +166,14 @@ class TurnTaking:
             if below is None:
                 break
             node, position = below, position + 1
-        return self._say()
+        return self._answer()
 
-    def _say(self) -> list[DraftMessage]:
+    def _answer(self) -> list[DraftMessage]:
         assert self._author is not None
-        said: list[DraftMessage] = []
+        messages: list[DraftMessage] = []
         while (grow := self._author.take(64)) is not None:
-            said.append(grow)
-        return said
+            messages.append(grow)
+        return messages
 
     def _truth(self, position: int) -> int:
         return position % 40

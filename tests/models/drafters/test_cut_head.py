@@ -1,4 +1,4 @@
-"""Heads that are cut over ranks say what they say whole; which heads are cut follows from their sizes."""
+"""Heads that are cut over ranks propose what they propose whole; which heads are cut follows from their sizes."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_a_head_of_blocks_is_rank_0s_alone() -> None:
     assert cut_head(replace(head_of(), block=BlockConfig(8, 1, True)), 2, 2) is None
 
 
-def ranks_of(told: DraftOptions, ids: Tensor, features: Tensor, steps: int) -> list[tuple[Tensor, list[int]]]:
-    """What each of two ranks says along a chain."""
+def ranks_of(draft_options: DraftOptions, ids: Tensor, features: Tensor, steps: int) -> list[tuple[Tensor, list[int]]]:
+    """What each of two ranks proposes along a chain."""
     memory = RankMemory.create(2)
     memories = [memory, RankMemory(memory.descriptor, 1, 2)]
 
     def run(mine: RankMemory) -> tuple[Tensor, list[int]]:
-        model = load_draft_model(told, torch.device("cpu"), torch.float32, exchange=HostExchange(mine))
+        model = load_draft_model(draft_options, torch.device("cpu"), torch.float32, exchange=HostExchange(mine))
         assert model.num_heads == 2 and model.num_kv_heads == 1
         return run_chain(model, ids, model.project(features), steps)
 
@@ -136,21 +136,21 @@ def test_ranks_together_are_the_head(
 ) -> None:
     monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1)
     options = save(tmp_path)
-    told = DraftOptions(speculative_algorithm=(algorithm,), **options)
+    draft_options = DraftOptions(speculative_algorithm=(algorithm,), **options)
     ids, features = token_ids(9), torch.randn(9, width, generator=torch.Generator().manual_seed(11))
     whole: DraftModel = load(algorithm, **options)
     expected, guesses = run_chain(whole, ids, whole.project(features), 4)
-    one, other = ranks_of(told, ids, features, 4)
+    one, other = ranks_of(draft_options, ids, features, 4)
     assert torch.equal(one[0], other[0])
     assert one[1] == other[1] == guesses
     assert relative_error(one[0], expected) < 1e-4
 
 
 def test_what_a_folder_holds_tells_whether_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = DraftOptions(speculative_algorithm=("EAGLE3",), **save_eagle3(tmp_path))  # type: ignore[arg-type]
-    assert not is_cut(told, 2, torch.bfloat16)
+    draft_options = DraftOptions(speculative_algorithm=("EAGLE3",), **save_eagle3(tmp_path))  # type: ignore[arg-type]
+    assert not is_cut(draft_options, 2, torch.bfloat16)
     monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1)
-    assert is_cut(told, 2, torch.bfloat16) and not is_cut(told, 8, torch.bfloat16)
+    assert is_cut(draft_options, 2, torch.bfloat16) and not is_cut(draft_options, 8, torch.bfloat16)
     save_tiny(tmp_path / "model")
     model = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(tmp_path / "model"))
     assert not is_cut(model, 2, torch.bfloat16)

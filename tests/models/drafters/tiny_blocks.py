@@ -112,16 +112,16 @@ def plain_logits(tensors: Tensors, output: Tensor, rows: Tensor, path: list[int]
     for row, token in zip(rows, path, strict=False):
         logits = output @ row
         if kind:
-            said = tensors["markov_head.markov_w1.weight"][token]
+            values = tensors["markov_head.markov_w1.weight"][token]
             if kind == "gated":
-                gate = tensors["markov_head.gate_proj.weight"] @ torch.cat((row, said))
-                said = said * (gate + tensors["markov_head.gate_proj.bias"]).sigmoid()
+                gate = tensors["markov_head.gate_proj.weight"] @ torch.cat((row, values))
+                values = values * (gate + tensors["markov_head.gate_proj.bias"]).sigmoid()
             if kind == "rnn":
-                all_in = torch.cat((memory, said, row))
+                all_in = torch.cat((memory, values, row))
                 joint = tensors["markov_head.joint_proj.weight"] @ all_in + tensors["markov_head.joint_proj.bias"]
-                keep, fresh, said = joint.chunk(3)
+                keep, fresh, values = joint.chunk(3)
                 memory = keep.sigmoid() * memory + (1 - keep.sigmoid()) * fresh.tanh()
-                said = said.tanh()
-            logits = logits + tensors["markov_head.markov_w2.weight"] @ said
+                values = values.tanh()
+            logits = logits + tensors["markov_head.markov_w2.weight"] @ values
         found.append(logits)
     return torch.stack(found)
