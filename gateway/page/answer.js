@@ -251,6 +251,6 @@ export class AnswerView {
 function span(token, text) {
   if (!token) return element("span", { class: "token plain" }, text);
   const by = token.drafter ? ` by ${inWords(token.drafter)}` : "";
-  const told = `${WORDS[token.origin]}${by}, ${token.depth} in round ${token.round + 1}`;
-  return element("span", { class: `token ${token.origin}`, title: told, "data-round": token.round }, text);
+  const title = `${WORDS[token.origin]}${by}, ${token.depth} in round ${token.round + 1}`;
+  return element("span", { class: `token ${token.origin}`, title, "data-round": token.round }, text);
 }

@@ -45,7 +45,7 @@ class Page {
     this.#restore();
     byId("key-row").hidden = !(await settings()).needs_key;
     if (byId("key-row").hidden) await this.#connect();
-    else this.#say("an API key is needed");
+    else this.#showStatus("an API key is needed");
     focusQuestion();
   }
 
@@ -123,17 +123,17 @@ class Page {
     try {
       this.model = await modelInfo(key);
       const { model_path: name, dtype, max_model_len: context } = this.model;
-      this.#say(`${name}, ${dtype}, ${context} tokens for prompt and answer`);
+      this.#showStatus(`${name}, ${dtype}, ${context} tokens for prompt and answer`);
       byId("max-tokens").max = context;
       for (const turn of this.turns) if (!this.running) turn.settle();
     } catch (error) {
-      this.#say(error.message);
+      this.#showStatus(error.message);
       // A wrong key stays wrong; any other error may pass.
       if (error.status !== 401) setTimeout(() => key === byId("key").value && this.#connect(), RETRY_MS);
     }
   }
 
-  #say(text) {
+  #showStatus(text) {
     byId("model").textContent = text;
   }
 

@@ -109,13 +109,13 @@ function label(node) {
 
 function box({ node, x, y, width }) {
   const group = shape("g", { class: `node ${node.state}`, transform: `translate(${x} ${y})` });
-  group.append(shape("title", {}, told(node)), shape("rect", { width, height: BOX.height, rx: 5 }));
+  group.append(shape("title", {}, describe(node)), shape("rect", { width, height: BOX.height, rx: 5 }));
   group.append(shape("text", { x: BOX.padding, y: 15 }, label(node)));
   if (node.drafter) group.append(shape("text", { class: "by", x: width - 5, y: 15 }, letters(node.drafter)));
   return group;
 }
 
-function told(node) {
+function describe(node) {
   if (node.state === "root") return node.text === null ? "root: the prompt's last token" : `root: ${quoted(node.text)}`;
   if (node.state === "bonus") return `${quoted(node.text)}, the model's own token`;
   return `${quoted(node.text)}, ${node.state}, guessed by ${inWords(node.drafter)} at ${(100 * node.chance).toFixed(0)} %`;
@@ -132,7 +132,7 @@ export function summary(round) {
 /** Returns the tree as nested lists. */
 export function asText(round) {
   const list = (nodes) => {
-    const items = nodes.map((node) => element("li", {}, told(node), ...(node.children.length ? [list(node.children)] : [])));
+    const items = nodes.map((node) => element("li", {}, describe(node), ...(node.children.length ? [list(node.children)] : [])));
     return element("ul", {}, ...items);
   };
   const root = grown(round);

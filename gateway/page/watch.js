@@ -114,7 +114,7 @@ function bars(svg, rounds) {
     ];
   });
   svg.replaceChildren(...parts);
-  tellMost(svg, most);
+  showMost(svg, most);
 }
 
 /** Draws the rate over time. Spikes are cut near the chart's upper edge and marked with dots. */
@@ -131,7 +131,7 @@ export function line(svg, rates) {
     return [shape("circle", { cx, cy, r: 2 })];
   });
   svg.replaceChildren(...(known.length < 2 ? [] : [shape("polyline", { points: points.join(" ") }), ...spikes]));
-  tellMost(svg, Math.round(most), spikes.length ? `, cut at ${Math.round(top)}` : "");
+  showMost(svg, Math.round(most), spikes.length ? `, cut at ${Math.round(top)}` : "");
 }
 
 /** Returns the width of a chart in pixels, and makes pixels its unit. */
@@ -141,6 +141,6 @@ function measured(svg) {
   return width;
 }
 
-function tellMost(svg, value, more = "") {
+function showMost(svg, value, more = "") {
   svg.parentNode.querySelector(".most").textContent = value ? `up to ${value}${more}` : "";
 }
