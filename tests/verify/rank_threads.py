@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cuda_harness import make_paged_engine
 from threaded_engine import ThreadedEngine
 
+from outrider.host import rank_memory
 from outrider.host.rank_memory import RankError, RankMemory
 from outrider.layers.exchange import HostExchange
 from outrider.models.base import LanguageModel
@@ -63,8 +65,6 @@ def _parts(
     for part in parts[1:]:
         if prepare is not None:
             prepare(part)
-    for thread in threads:
-        thread.start()
 
     def check_threads() -> None:
         for rank, thread in enumerate(threads, 1):
@@ -74,14 +74,20 @@ def _parts(
     memory.check = check_threads
     for mine in memories:
         mine.started()
-    try:
-        yield parts[0], memory
-    finally:
-        ending.set()
+    with pytest.MonkeyPatch.context() as patch:
+        # A rank that polls keeps the interpreter from the thread that it waits for.
+        patch.setattr(rank_memory, "_SPIN_LOOKS", 0)
+        patch.setattr(rank_memory, "_YIELD_SECONDS", 0.0)
         for thread in threads:
-            thread.join(30)
-        os.close(memory.descriptor)
-        assert not faults, faults
+            thread.start()
+        try:
+            yield parts[0], memory
+        finally:
+            ending.set()
+            for thread in threads:
+                thread.join(30)
+            os.close(memory.descriptor)
+            assert not faults, faults
 
 
 @contextmanager
