@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,14 @@ pytestmark = pytest.mark.xdist_group("live")
 
 ELSEWHERE = [f"--{name}-address=127.0.0.1:0" for name in ("gateway", "verify", "draft")]
 ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draft-metrics-address="]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probes() -> Iterator[None]:
+    """Start the process that looks at torch, GPUs and models once for each model and draft that it is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "run_probe", cache(run_probe))
+        yield
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
@@ -408,8 +417,6 @@ def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.Mo
     part = tmp_path / "models" / "SmolLM2-135M-Instruct"
     part.mkdir(parents=True)
     (part / "config.json").write_text("{}")  # the rest was lost: `outrider up` would fetch it anew
-    # Asked for no model, the process that looks answers the same for all names.
-    monkeypatch.setattr(machine, "run_probe", cache(run_probe))
     for name in ("SmolLM2-135M-Instruct", "owner/name"):
         found = check_models(VerifyOptions(model=name), DraftOptions())
         assert f"{name} is not here yet -> outrider models pull {name}" in words(found, Level.WARNING)

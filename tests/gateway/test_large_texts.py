@@ -7,7 +7,7 @@ import gc
 import json
 import threading
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -37,18 +37,20 @@ from outrider.rpc.call import client, name_client, tenant
 
 
 class Watched(Tokenizer):
-    """Notes the longest text that the library is given, and lets large ones wait."""
+    """Notes the longest text that the library is given, and lets large ones wait, each of which is encoded once."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.longest = self.num_large = 0
         self.may_go_on = threading.Event()
+        self._encode = cache(super().encode)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         self.longest = max(self.longest, len(text))
         if len(text) > 100_000:
             self.num_large += 1
             assert self.may_go_on.wait(60)
+            return self._encode(text, add_special_tokens=add_special_tokens)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
