@@ -108,9 +108,9 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
     tokens: list[dict[str, Any]] = []
     own: set[tuple[int, int]] = set()
     late: set[tuple[int, int]] = set()
-    next_free, num_free = rows.next_free.tolist(), rows.num_free.tolist()
-    for index in chosen:
-        entry = pool.entries[:, index].tolist()
+    next_free, num_free, table_rows = rows.next_free.tolist(), rows.num_free.tolist(), rows.table_rows.tolist()
+    entries, bases = pool.entries[:, chosen].T.tolist(), pool.entries[BASE].view(torch.float32)
+    for index, entry in zip(chosen, entries, strict=True):
         row, parent, position, slot, feature = (entry[field] for field in (ROW, PARENT, POSITION, SLOT, FEATURE))
         if (row, parent) in late or (plan.lag and feature < 0 and (row, parent) in own):
             if slot >= 0:
@@ -122,7 +122,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
             slot = int(rows.free[row, next_free[row] % rows.free.shape[1]])
             next_free[row] += 1
         own.add((row, slot))
-        table_row = int(rows.table_rows[row])
+        table_row = table_rows[row]
         mask = plan.slot_masks[table_row, parent].clone() if parent >= 0 else torch.zeros_like(step.mask[0])
         mask[slot // 32] |= 1 << slot % 32 if slot % 32 < 31 else -(1 << 31)
         plan.slot_masks[table_row, slot] = mask
@@ -132,18 +132,18 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
         tokens.append({
             "token_ids": entry[TOKEN], "rotary": max(position - plan.lag, 0), "rows": row, "table_rows": table_row,
             "kv_slots": page * plan.page_size + logical % plan.page_size, "mask": mask, "picked": index, "slots": slot,
-            "positions": position, "bases": pool.entries[BASE].view(torch.float32)[index],
+            "positions": position, "bases": bases[index],
             "sources": zero_row + 1 + feature if feature >= 0 else parent_row, "targets": table_row * region + slot,
         })  # fmt: skip
         _scores(pool)[index] = _NEVER
         pool.entries[SLOT, index] = slot
     rows.next_free.copy_(torch.tensor(next_free, dtype=torch.int32))
     tokens.sort(key=lambda token: token["rows"])
-    for place, token in enumerate(tokens):
-        for name, value in token.items():
-            getattr(step, name)[place] = value
-    for row in range(len(step.first)):
-        step.first[row] = sum(token["rows"] < row for token in tokens)
+    for name in tokens[0] if tokens else ():
+        values = [token[name] for token in tokens]
+        there = torch.tensor(values) if isinstance(values[0], int) else torch.stack(values)
+        getattr(step, name)[: len(tokens)] = there
+    step.first.copy_(torch.tensor([sum(token["rows"] < row for token in tokens) for row in range(len(step.first))]))
 
 
 def append_candidates(

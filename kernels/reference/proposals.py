@@ -1,4 +1,4 @@
-"""Torch reference of kernels.sampling.propose: one node at a time, with sorts."""
+"""Torch reference of kernels.sampling.propose, with sorts."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ def propose(
     by_noise = tables.ints[:, state.PROPOSE_FLAGS] & state.RANK_BY_NOISE > 0
     noisy = (tables.floats[:, state.TEMPERATURE] > 0) & by_noise
     noise = noise_of_rows(rows.tolist(), noisy, tables.ints, positions, ids)
-    for index, row in enumerate(rows.tolist()):
-        values = logits[index, legal].float()
-        if row < 0 or not ids.numel() or bool((values.isnan() | (values == torch.inf)).any()):
-            continue
-        ranks = _ranks(values, noise.get(index), tables.floats[row])
-        if bool(ranks.max() == -torch.inf):
-            continue
-        best = ranks.sort(descending=True, stable=True).indices[: tokens.shape[1]]
-        best = best[ranks[best] > -torch.inf]
-        tokens[index, : len(best)] = ids[best].int()
-        scores[index, : len(best)] = ranks.log_softmax(0)[best].float().clamp(max=0.0)
+    values = logits[:, legal].float()
+    # NaN is not less.
+    usable = (rows >= 0) & (values < torch.inf).all(1)
+    used = usable.nonzero()[:, 0]
+    if not ids.numel() or not used.numel():
+        return
+    ranks = _ranks(values[used], [noise.get(index) for index in used.tolist()], tables.floats[rows[used].long()])
+    best = ranks.sort(dim=1, descending=True, stable=True).indices[:, : tokens.shape[1]]
+    is_possible = ranks.gather(1, best) > -torch.inf
+    found = ranks.log_softmax(1).gather(1, best).float().clamp(max=0.0)
+    tokens[used, : best.shape[1]] = torch.where(is_possible, ids[best].int(), -1)
+    scores[used, : best.shape[1]] = torch.where(is_possible, found, -torch.inf)
 
 
-def _ranks(values: Tensor, noise: Tensor | None, floats: Tensor) -> Tensor:
-    """Return float64 ranks [N]; `noise` is that of the children, None if it does not count."""
-    temperature, tau = floats[state.TEMPERATURE], floats[state.TAU]
-    if not float(temperature) > 0:
-        return values.double()
-    values = values.double() / temperature.clamp(min=state.MIN_TEMPERATURE).double()
-    return values if noise is None else (values + noise.double()) / tau.double()
+def _ranks(values: Tensor, noise: list[Tensor | None], floats: Tensor) -> Tensor:
+    """Return float64 ranks [M, N]; `noise` of each row is that of the children, None if it does not count."""
+    temperature, tau = floats[:, state.TEMPERATURE], floats[:, state.TAU].double()
+    divisor = torch.where(temperature > 0, temperature.clamp(min=state.MIN_TEMPERATURE), 1.0)
+    ranks = values.double() / divisor.double().unsqueeze(1)
+    for place, drawn in enumerate(noise):
+        if drawn is not None:
+            ranks[place] = (ranks[place] + drawn.double()) / tau[place]
+    return ranks

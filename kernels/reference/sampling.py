@@ -82,7 +82,8 @@ def sample_rows(
 
 def noise_of_rows(rows: list[int], noisy: Tensor, ints: Tensor, positions: Tensor, ids: Tensor) -> dict[int, Tensor]:
     """Return noise of `ids` [N] by index in `rows`, for noisy rows; computed together, since it is many small steps."""
-    drawn = [index for index, row in enumerate(rows) if row >= 0 and bool(noisy[row])]
+    is_noisy = noisy.tolist()
+    drawn = [index for index, row in enumerate(rows) if row >= 0 and is_noisy[row]]
     if not drawn:
         return {}
     keys = ints[[rows[index] for index in drawn], : state.CHOICE_INDEX + 1]
