@@ -37,7 +37,7 @@ from outrider.rpc.call import client, name_client, tenant
 
 
 class Watched(Tokenizer):
-    """Notes the longest text that the library is given, and lets large ones wait, each of which is encoded once."""
+    """Notes the longest text that it is given, and lets large ones wait; the library gets each text once."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -50,8 +50,7 @@ class Watched(Tokenizer):
         if len(text) > 100_000:
             self.num_large += 1
             assert self.may_go_on.wait(60)
-            return self._encode(text, add_special_tokens=add_special_tokens)
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return list(self._encode(text, add_special_tokens=add_special_tokens))
 
 
 class Known:
