@@ -80,6 +80,30 @@ def _bytes_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     return QuantWeight(scheme.kind, codes, scales.transpose(-1, -2).contiguous(), group, piece, max(scheme.block, 1))
 
 
+_ROWS_AT_ONCE = 4096
+"""Rows of a matrix in 16 bits that are rounded at a time."""
+
+
+def _wide_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    return {"weight": ((num_out, size), torch.bfloat16)}
+
+
+def _wide_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    """Return the weight rounded to e4m3. A row's scale is a power of two, so that what is e4m3 already stays so."""
+    matrix, codes, scales = tensors["weight"], [], []
+    # In float32 a large output matrix would take gigabytes.
+    for part in matrix.split(_ROWS_AT_ONCE):
+        rows = part.float()
+        _, exponents = torch.frexp(rows.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max)
+        scales.append(torch.ldexp(torch.ones_like(rows[:, :1]), exponents))
+        codes.append((rows / scales[-1]).to(torch.float8_e4m3fn).view(torch.uint8))
+    size = matrix.shape[-1]
+    piece = piece_of(scheme.kind, size, size)
+    return QuantWeight(
+        scheme.kind, packed(torch.cat(codes), scheme.kind, piece), torch.cat(scales).mT.contiguous(), size, piece
+    )
+
+
 def _packed_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
     groups = size // (scheme.group or size)
     found: Shapes = {
@@ -197,6 +221,7 @@ FORMATS: dict[str, tuple[Tensors, Decode]] = {
     "fp8": (_bytes_tensors, _bytes_decode),
     "int8": (_bytes_tensors, _bytes_decode),
     "fp8-inverse": (_bytes_tensors, _bytes_decode),
+    "wide": (_wide_tensors, _wide_decode),
     "packed": (_packed_tensors, _packed_decode),
     "awq": (_awq_tensors, _awq_decode),
     "gptq": (_gptq_tensors, _gptq_decode),

@@ -106,6 +106,11 @@ class Quantization:
         return None
 
 
+EIGHT_BITS = Scheme("wide", "fp8")
+"""A matrix in 16 bits that is rounded to fp8 once it is loaded."""
+LAYERS_IN_EIGHT_BITS = Quantization("fp8", ((_LINEAR, EIGHT_BITS),))
+
+
 def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
     """Return the quantization in `quantization_config` (or `compression_config`) of config.json; None without one.
 

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.layers.formats import decode, nibble_words
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
-from outrider.models.quantization import read_quantization
+from outrider.models.quantization import EIGHT_BITS, read_quantization
 from outrider_tools.quantize import FORMATS, is_quantized, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
@@ -345,3 +345,14 @@ def test_the_decoder_of_a_larger_model_is_quantized_as_it_is_alone(tmp_path: Pat
     assert torch.equal(*found)
     stored = load_file(tmp_path / "within" / "model-00001-of-00001.safetensors")
     assert stored["vision_tower.layers.0.attention.q_proj.weight"].dtype == torch.float32
+
+
+def test_a_matrix_in_16_bits_is_rounded_to_fp8_and_what_is_fp8_stays() -> None:
+    torch.manual_seed(0)
+    wide = (torch.randn(40, 128) * torch.logspace(-4, 3, 40).unsqueeze(1)).bfloat16()
+    wide[3] = 0
+    rounded = decode(EIGHT_BITS, {"weight": wide}).dequantized(torch.float32)
+    # Half a step of e4m3 with three bits behind the first, and of its subnormal numbers.
+    bound = wide.float().abs() / 16 + 1e-5 * wide.float().abs().amax(1, keepdim=True)
+    assert ((rounded - wide.float()).abs() <= bound).all() and not torch.equal(rounded, wide.float())
+    assert torch.equal(decode(EIGHT_BITS, {"weight": rounded.bfloat16()}).dequantized(torch.float32), rounded)

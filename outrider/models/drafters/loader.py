@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels.cpu.products import fits, round_to_eight_bits
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
-from outrider.device import choose_device, choose_dtype
+from outrider.device import choose_device, choose_dtype, has_fp8
 from outrider.errors import ConfigError, under
 from outrider.layers.exchange import Exchange
-from outrider.layers.linear import Linear
+from outrider.layers.linear import Linear, has_small_products
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import spans
 from outrider.models.drafters.base import DraftHead, DraftModel
@@ -34,7 +34,7 @@ from outrider.models.drafters.kinds import (
 )
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder, load_model, text_name
-from outrider.models.quantization import read_quantization
+from outrider.models.quantization import LAYERS_IN_EIGHT_BITS, read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_token_ids, tensor_shapes
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
@@ -138,6 +138,8 @@ def _load_head(
     stored, config = _describe_head(options, algorithm, folder, target)
     if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
+    if algorithm not in BLOCK_ALGORITHMS and _reads_less_in_eight_bits(config, device, dtype):
+        config = replace(config, decoder=replace(config.decoder, quantization=LAYERS_IN_EIGHT_BITS))
     stored = _with_shared(stored, config, target, folder)
     allowed = _allowed(options, folder, config.decoder.vocab_size, device)
     offsets = stored.pop("d2t", None)
@@ -174,6 +176,16 @@ def _load_head(
                 round_to_eight_bits(matrix)
         head.finish_loading()
     return head
+
+
+def _reads_less_in_eight_bits(config: HeadConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step of the head on a GPU takes as long as reading its weights, so that it is faster with eight bits.
+
+    What a head guesses changes no answer. Matrices of small heads stay as they are: latency bounds them.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    is_large = not has_small_products(config.decoder.hidden_size)
+    return device.type == "cuda" and is_half and is_large and has_fp8(device)
 
 
 def _numbers(tensor: StoredTensor) -> Tensor:

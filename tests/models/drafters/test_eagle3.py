@@ -31,7 +31,10 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.model.drafter import find_mapper
 from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
+from outrider.layers.formats import decode
+from outrider.models.drafters import loader
 from outrider.models.drafters.base import DraftModel, offered_projection
+from outrider.models.quantization import EIGHT_BITS
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree, name_projection
@@ -395,6 +398,27 @@ def test_on_a_cpu_a_head_guesses_the_tokens_that_its_folder_lists(tmp_path: Path
     (tmp_path / "map.json").write_text(f"[{DRAFT_IDS[0]}]")
     mapped = load("EAGLE3", speculative_draft_model_path=head, speculative_token_map=str(tmp_path / "map.json"))
     assert mapped.target_ids is not None and mapped.target_ids.tolist() == [DRAFT_IDS[0]], "a map that is named"
+
+
+def test_a_head_in_eight_bits_is_one_of_rounded_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = eagle3_tensors()
+    save_head(tmp_path / "head", EAGLE3_FIELDS, tensors)
+    rounded = {
+        name: decode(EIGHT_BITS, {"weight": tensor.bfloat16()}).dequantized(torch.float32)
+        if "_proj." in name or name == "lm_head.weight"
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    save_head(tmp_path / "rounded", EAGLE3_FIELDS, rounded)
+    monkeypatch.setattr(loader, "fits", lambda _: False)  # what a CPU rounds
+    expected = load("EAGLE3", speculative_draft_model_path=str(tmp_path / "rounded"))
+    plain = load("EAGLE3", speculative_draft_model_path=str(tmp_path / "head"))
+    monkeypatch.setattr(loader, "_reads_less_in_eight_bits", lambda *_: True)
+    model = load("EAGLE3", speculative_draft_model_path=str(tmp_path / "head"))
+    ids, raw = inputs()
+    logits, _ = run_chain(model, ids, model.project(raw), 1)
+    assert relative_error(logits, run_chain(expected, ids, expected.project(raw), 1)[0]) <= 1e-6
+    assert relative_error(logits, run_chain(plain, ids, plain.project(raw), 1)[0]) > 1e-3
 
 
 def test_epsilon_is_the_heads_own(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftHead
 from outrider.models.drafters.config import HeadConfig
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead
+from outrider.models.quantization import LAYERS_IN_EIGHT_BITS
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 
@@ -55,14 +56,20 @@ class Case:
 
 
 def config(**changes: object) -> HeadConfig:
+    decoder = ModelConfig.from_fields(DECODER, {})
     fields = {"draft_vocab_size": 320, "target_hidden_size": HIDDEN, "feature_layers": (1, 2, 3), **changes}
-    return HeadConfig(decoder=ModelConfig.from_fields(DECODER, {}), **fields)  # type: ignore[arg-type]
+    return HeadConfig(**{"decoder": decoder, **fields})  # type: ignore[arg-type]
+
+
+def decoder_in_eight_bits() -> ModelConfig:
+    return replace(ModelConfig.from_fields(DECODER, {}), quantization=LAYERS_IN_EIGHT_BITS)
 
 
 CASES = {
     "eagle3": Case(Eagle3Head, config()),
     "eagle3.1": Case(Eagle3Head, config(norm_each=True, norm_before_residual=True, norm_output=True)),
     "eagle3 joint norm": Case(Eagle3Head, config(norm_all=True, fc_bias=True)),
+    "eagle3 in eight bits": Case(Eagle3Head, config(decoder=decoder_in_eight_bits())),
     "eagle": Case(EagleHead, config(feature_layers=(5,), fc_bias=True)),
     "mtp": Case(MtpHead, config(feature_layers=(5,))),
 }
