@@ -56,6 +56,9 @@ _TILE = 1024
 _OWN = 256
 _OTHERS = 32
 
+# Chosen entries that all are compared with at a time.
+_TILE_OF_OTHERS = 32
+
 # Entries that a program handles when it copies seeds or re-roots the pool.
 _SEEDS = 256
 
@@ -151,13 +154,22 @@ def _add(entries, seeds, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _earlier_links(there, row, parent, slot, WIDTH_PAD: tl.constexpr):
+def _earlier_links(
+    order, entries, row, parent,
+    CAPACITY: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return for each chosen entry the earlier one in its parent's tree slot; -1 for none."""
     number = tl.arange(0, WIDTH_PAD)
-    same = (row[:, None] == row[None, :]) & (there[:, None] & there[None, :])
-    match = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
-    match = match & (number[None, :] < number[:, None])
-    return tl.max(tl.where(match, number[None, :], -1), 1)
+    up = tl.full([WIDTH_PAD], -1, tl.int32)
+    for start in range(0, WIDTH, TILE):
+        other = start + tl.arange(0, TILE)
+        entry = tl.load(order + other, mask=other < WIDTH, other=-1)
+        other_row = tl.load(entries + ROW * CAPACITY + entry, mask=entry >= 0, other=-1)
+        slot = tl.load(entries + SLOT * CAPACITY + entry, mask=entry >= 0, other=-1)
+        match = (row[:, None] == other_row[None, :]) & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
+        match = match & (other[None, :] < number[:, None])
+        up = tl.maximum(up, tl.max(tl.where(match, other[None, :], -1), 1))
+    return up
 
 
 @triton.jit
@@ -194,8 +206,12 @@ def _place(
     num_rows, table_stride, region_base, lag,
     CAPACITY: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS_PAD: tl.constexpr,
     TABLES: tl.constexpr, REGION: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program. Lanes hold the chosen entries, the best first, until they are stored at their places."""
+    """One program. Lanes hold the chosen entries, the best first, until they are stored at their places.
+
+    Lanes are compared with TILE others at a time, which `links` holds, because registers do not hold all comparisons.
+    """
     number = tl.arange(0, WIDTH_PAD)
     entry = tl.load(order + number, mask=number < WIDTH, other=-1)
     chosen = entry >= 0
@@ -210,7 +226,7 @@ def _place(
     taken = tl.load(next_free + row, mask=chosen, other=0)
     there_are = tl.load(num_free + row, mask=chosen, other=0)
 
-    up = _earlier_links(chosen, row, parent, fixed, WIDTH_PAD)
+    up = _earlier_links(order, entries, row, parent, CAPACITY, WIDTH, WIDTH_PAD, TILE)
     waits = (up >= 0) & (feature < 0) & (lag > 0)
     stored = number < WIDTH
     tl.store(links + number, up, mask=stored)
@@ -221,10 +237,16 @@ def _place(
     words, top, late = _climb(links, chosen, WIDTH, WIDTH_PAD, WORDS_PAD)
     kept = chosen & (late == 0)
 
-    same = row[:, None] == row[None, :]
-    earlier = number[None, :] < number[:, None]
     wants = kept & (fixed < 0)
-    nth = taken + tl.sum((same & earlier & wants[None, :]).to(tl.int32), 1)
+    tl.debug_barrier()
+    tl.store(links + number, tl.where(wants, row, -1), mask=stored)
+    tl.debug_barrier()
+    nth = taken
+    for start in range(0, WIDTH, TILE):
+        other = start + tl.arange(0, TILE)
+        other_row = tl.load(links + other, mask=other < WIDTH, other=-1)
+        before = (other_row[None, :] == row[:, None]) & (other[None, :] < number[:, None])
+        nth += tl.sum(before.to(tl.int32), 1)
     kept = kept & ((fixed >= 0) | (nth < there_are))
     slot = tl.where(fixed >= 0, fixed, tl.load(free + row * REGION + nth % REGION, mask=wants & kept, other=0))
     word = tl.arange(0, WORDS_PAD)
@@ -236,14 +258,21 @@ def _place(
 
     # Rows in order, within each row entries in order; entries that are left out come last.
     key = tl.where(kept, row, _FAR)
-    ahead = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & earlier)
-    place = tl.sum(ahead.to(tl.int32), 1)
+    tl.store(links + WIDTH + number, key, mask=stored)
+    tl.debug_barrier()
     burst_row = tl.arange(0, ROWS_PAD)
-    first = tl.sum((key[None, :] < burst_row[:, None]).to(tl.int32), 1)
-    of_row = key[None, :] == burst_row[:, None]
     in_rows = burst_row < num_rows
-    new_taken = tl.sum((of_row & wants[None, :]).to(tl.int32), 1)
-    new_taken += tl.load(next_free + burst_row, mask=in_rows, other=0)
+    place, first = tl.zeros([WIDTH_PAD], tl.int32), tl.zeros([ROWS_PAD], tl.int32)
+    new_taken = tl.load(next_free + burst_row, mask=in_rows, other=0)
+    for start in range(0, WIDTH, TILE):
+        other = start + tl.arange(0, TILE)
+        wanting = tl.load(links + other, mask=other < WIDTH, other=-1)
+        others = tl.load(links + WIDTH + other, mask=other < WIDTH, other=_FAR)
+        same = (others[None, :] == key[:, None]) & (other[None, :] < number[:, None])
+        place += tl.sum(((others[None, :] < key[:, None]) | same).to(tl.int32), 1)
+        first += tl.sum((others[None, :] < burst_row[:, None]).to(tl.int32), 1)
+        took = (others[None, :] == burst_row[:, None]) & (wanting == others)[None, :]
+        new_taken += tl.sum(took.to(tl.int32), 1)
     logical = region_base + slot
     page = tl.load(page_tables + table_row.to(tl.int64) * table_stride + logical // PAGE, mask=kept, other=0)
     tl.debug_barrier()
@@ -362,7 +391,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
         num_rows, plan.page_tables.stride(0), plan.region_base, plan.lag,
         CAPACITY=pool.capacity, WIDTH=width, WIDTH_PAD=power_of_two(width), ROWS_PAD=power_of_two(tables),
         TABLES=tables, REGION=region, WORDS=words, WORDS_PAD=power_of_two(words), PAGE=plan.page_size,
-        num_warps=4 if power_of_two(width) * power_of_two(tables) <= 2048 else 8,
+        TILE=min(power_of_two(width), _TILE_OF_OTHERS), num_warps=4 if width <= 64 else 8,
     )  # fmt: skip
 
 
