@@ -41,6 +41,32 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     return found
 
 
+def norm_pairs(
+    table: Tensor, token_ids: Tensor, token_weight: Tensor, stream: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Return the `rms_norm` of each token's embedding, and beside it that of its row of `stream`. One launch.
+
+    Args:
+        table: [V, K], embeddings, contiguous, of any float dtype.
+        token_ids: int32 or int64 [M], each in [0, V).
+        token_weight: [K], of the norm of embeddings; `weight` [K] is that of the norm of `stream`. See `rms_norm`, also
+            for `eps`.
+        stream: [M, K] of the dtype of `table`; copied first unless it is contiguous.
+
+    Returns:
+        [M, 2K] of that dtype.
+    """
+    size = table.shape[1]
+    if stream.shape != (token_ids.shape[0], size) or token_weight.shape != (size,) or weight.shape != (size,):
+        raise ValueError(
+            f"norm_pairs of {tuple(stream.shape)} beside {token_ids.shape[0]} embeddings of {size} with weights of "
+            f"{tuple(token_weight.shape)} and {tuple(weight.shape)}"
+        )
+    pairs = stream.new_empty(stream.shape[0], 2 * size)
+    backend(stream, "elementwise").norm_pairs(table, token_ids, token_weight, stream.contiguous(), weight, eps, pairs)
+    return pairs
+
+
 def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """Return silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
 

@@ -59,6 +59,39 @@ def _launch_norm(rows: Tensor, part: Tensor | None, total: Tensor | None, weight
 
 
 @triton.jit
+def _norm_pairs(
+    table, token_ids, token_weight, stream, weight, pairs, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, 2): embeddings, then the stream."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    row, of_stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    factors = tl.load((weight if of_stream else token_weight) + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    source = stream + row * size
+    if of_stream == 0:
+        source = table + tl.load(token_ids + row).to(tl.int64) * size
+    found = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(found * found, axis=0) / size + eps)
+    out = pairs + (2 * row + of_stream) * size + columns
+    tl.store(out, (found * scale * factors).to(pairs.dtype.element_ty), mask=inside)
+
+
+def norm_pairs(
+    table: Tensor, token_ids: Tensor, token_weight: Tensor, stream: Tensor, weight: Tensor, eps: float, pairs: Tensor
+) -> None:
+    """Implement kernels.elementwise.norm_pairs."""
+    (num_rows, size), block = stream.shape, triton.next_power_of_2(stream.shape[1])
+    _norm_pairs[(num_rows, 2)](
+        table, token_ids, token_weight, stream, weight, pairs, size, eps,
+        BLOCK=block, num_warps=row_warps(block), **starts_early(stream),
+    )  # fmt: skip
+
+
+@triton.jit
 def gated(gates, ups, alpha, limit, shift):
     """Compute SwiGLU with the parameters of kernels.expert_tiles.Gating that are not None."""
     if limit is not None:

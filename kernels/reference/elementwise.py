@@ -25,6 +25,14 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     return total, rms_norm(total, weight, eps)
 
 
+def norm_pairs(
+    table: Tensor, token_ids: Tensor, token_weight: Tensor, stream: Tensor, weight: Tensor, eps: float, pairs: Tensor
+) -> None:
+    """Implement kernels.elementwise.norm_pairs."""
+    embedded = functional.embedding(token_ids, table)
+    torch.cat((rms_norm(embedded, token_weight, eps), rms_norm(stream, weight, eps)), 1, out=pairs)
+
+
 def gate_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     """Implement kernels.elementwise.gate_mul."""
     gate, up = gate_up.float().chunk(2, 1)

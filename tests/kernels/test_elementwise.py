@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import add_rms_norm, gate_mul, recur, rms_norm, rope_write, rotary_angles, write_keys
+from kernels.elementwise import (
+    add_rms_norm,
+    gate_mul,
+    norm_pairs,
+    recur,
+    rms_norm,
+    rope_write,
+    rotary_angles,
+    write_keys,
+)
 from kernels.reference import elementwise as reference
 
 
@@ -43,6 +52,29 @@ def test_without_triton_the_norm_is_the_same() -> None:
 def test_a_weight_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="rms_norm"):
         rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 72), (2, 600)])
+def test_embeddings_and_a_stream_are_normed_side_by_side(
+    device: str, dtype: torch.dtype, ids: torch.dtype, num_rows: int, size: int
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    table, stream = (3 * torch.randn(count, size, generator=generator) for count in (7, num_rows))
+    table, stream = table.to(device, dtype), stream.to(device, dtype)
+    first, second = (1 + torch.randn(2, size, generator=generator)).to(device, dtype)
+    tokens = torch.tensor([6, 0, 3], dtype=ids, device=device)[:num_rows]
+    found = norm_pairs(table, tokens, first, stream, second, 1e-5)
+    torch.testing.assert_close(found[:, :size], rms_norm(table[tokens.long()], first, 1e-5), rtol=0, atol=0)
+    torch.testing.assert_close(found[:, size:], rms_norm(stream, second, 1e-5), rtol=0, atol=0)
+
+
+def test_pairs_of_other_sizes_are_refused() -> None:
+    table, weight = torch.ones(4, 8), torch.ones(8)
+    for stream in (torch.ones(2, 9), torch.ones(3, 8)):
+        with pytest.raises(ValueError, match="norm_pairs of"):
+            norm_pairs(table, torch.zeros(2, dtype=torch.int32), weight, stream, weight, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

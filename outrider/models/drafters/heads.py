@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from kernels.blocks import keep_blocks, read_inputs, read_logits
 from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped, fits_head
-from kernels.elementwise import recur, rotary_angles, write_keys
+from kernels.elementwise import norm_pairs, recur, rotary_angles, write_keys
 from kernels.frontier_state import BlockStore
+from kernels.launch import use_triton
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
@@ -114,12 +115,19 @@ class Eagle3Head(DraftHead):
     ) -> tuple[Tensor, Tensor | None]:
         """See DraftModel."""
         stream = required(features)
-        hidden = self.hidden_norm(stream)
-        rows = torch.cat((self.token_norm(self.embed(batch.token_ids)), hidden), 1)
-        stream = hidden if self.config.norm_before_residual else stream
+        rows = self._pairs(batch.token_ids, stream)
+        if self.config.norm_before_residual:
+            stream = rows[:, self.config.decoder.hidden_size :].contiguous()
         stream, _ = self.stack(stream, batch, kv, attention, qkv_input=rows)
         normed = self.final_norm(stream)
         return normed, normed if self.config.norm_output else stream
+
+    def _pairs(self, token_ids: Tensor, stream: Tensor) -> Tensor:
+        """Return the normed embeddings of tokens [M] and the normed `stream` [M, hidden], side by side."""
+        first, second = self.token_norm, self.hidden_norm
+        if use_triton(stream):
+            return norm_pairs(self.embedding, token_ids, first.weight, stream, second.weight, first.eps)
+        return torch.cat((first(self.embed(token_ids)), second(stream)), 1)
 
 
 class MtpHead(DraftHead):
