@@ -107,7 +107,7 @@ class Quantization:
 
 
 EIGHT_BITS = Scheme("wide", "fp8")
-"""A matrix in 16 bits that is rounded to fp8 once it is loaded."""
+"""A matrix in 16 bits that is rounded to fp8 as it is loaded."""
 LAYERS_IN_EIGHT_BITS = Quantization("fp8", ((_LINEAR, EIGHT_BITS),))
 
 

@@ -294,9 +294,7 @@ class CudaExecutor(Executor):
             round_.drafting_seconds = (drafted - last) * 1e-9 if drafted > last else None
         self._last_end = end if round_.clean else None
         if self.drafts is not None:
-            for row, entry in enumerate(round_.decode):
-                if entry.max_grown:
-                    self.drafts.read(row, entry)
+            self.drafts.read(round_.decode)
         results, listed = [], round_.listed
         for row, (entry, answer) in enumerate(zip(round_.decode, answers.read(), strict=True)):
             num_tokens, error = answer[:2]

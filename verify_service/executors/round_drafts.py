@@ -256,11 +256,12 @@ class RoundDrafts:
             return
         self._is_fetched = all(entry.request.is_masked for entry in entries if entry.samples)
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
-        for request in wanted:
-            self._cut(request)
+        if self._model.window.size:
+            for request in wanted:
+                self._cut(request)
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
-        self._is_deep = any(max(entry.nodes.depths, default=0) > self.max_steps for entry in entries)
+        self._is_deep = any(depth > self.max_steps for entry in entries for depth in entry.nodes.depths)
         rows = []
         for entry in entries:
             request = entry.request
@@ -353,14 +354,16 @@ class RoundDrafts:
         one, more = seconds(1), seconds(self.max_steps)
         return GrowthCost(one, (more - one) / max(self.max_steps - 1, 1))
 
-    def read(self, row: int, entry: Entry) -> None:
-        """Give an entry, in row `row`, all nodes that a finished round verified for it, grown ones included."""
-        found = self.trees.read(row, entry.num_extend)
-        depths: list[int] = []
-        for parent in found.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        entry.nodes = Nodes(found.token_ids, found.parents, depths, entry.nodes.slots, found.scores)
-        self.mark(entry)
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Give a finished round's entries that took grown nodes all the nodes that it verified for them."""
+        rows = [(row, entry.num_extend) for row, entry in enumerate(entries) if entry.max_grown]
+        for (row, _), (token_ids, parents, scores) in zip(rows, self.trees.read(rows), strict=True):
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(depths[parent] + 1 if parent >= 0 else 1)
+            entry = entries[row]
+            entry.nodes = Nodes(token_ids, parents, depths, entry.nodes.slots, scores)
+            self.mark(entry)
 
     def shared(self, bucket: Bucket) -> list[Tensor]:
         """Return what other ranks that draft need of a round on the device, beside its tokens."""

@@ -87,7 +87,8 @@ class RoundTrees:
         self._row_of, self._max_nodes, self._max_depth, self._drafted, self._most = self._limits.split(parts)
         parts = [max_tokens, max_tokens, max_tokens, max_rows + 1]
         self._read, self._nodes = host_ints(sum(parts)), ints(sum(parts))
-        self._host_nodes = [part.numpy() for part in self._read.split(parts)]
+        token_ids, parents, scores, first = self._read.split(parts)
+        self._host_nodes = [part.numpy() for part in (token_ids, parents, scores.view(torch.float32), first)]
         token_ids, parents, scores, first = self._nodes.split(parts)
         self._scores = scores.view(torch.float32)
         self._fetched = host_ints(1 + NUM_FIELDS, MAX_CHOSEN)
@@ -161,15 +162,21 @@ class RoundTrees:
         """Queue the copy of the merged round; may be captured."""
         self._read.copy_(self._nodes, non_blocking=True)
 
-    def read(self, row: int, num_extend: int) -> GrownNodes:
-        """Return the nodes of a row of the last round, behind its first `num_extend` tokens. The copy must be done."""
-        token_ids, parents, scores, first = self._host_nodes
-        begin, end = int(first[row]) + num_extend, int(first[row + 1])
-        return GrownNodes(
-            token_ids[begin:end].tolist(),
-            [max(parent, -1) for parent in (parents[begin:end] - begin).tolist()],
-            scores[begin:end].view(np.float32).tolist(),
-        )
+    def read(self, rows: Sequence[tuple[int, int]]) -> list[GrownNodes]:
+        """Return the nodes of some rows of the last round, each behind its first tokens, whose number is beside it.
+
+        Rows rise. The copy must be done.
+        """
+        if not rows:
+            return []
+        first = self._host_nodes[-1][: rows[-1][0] + 2].tolist()
+        ids, above, scores = (part[: first[-1]].tolist() for part in self._host_nodes[:-1])
+        found = []
+        for row, num_extend in rows:
+            begin, end = first[row] + num_extend, first[row + 1]
+            parents = [max(parent - begin, -1) for parent in above[begin:end]]
+            found.append(GrownNodes(ids[begin:end], parents, scores[begin:end]))
+        return found
 
 
 _LEAST_WIDTH = 16
