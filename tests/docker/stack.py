@@ -16,7 +16,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def engine_reason() -> str:
     return "" if compose_command() else "docker compose is not installed"
 
 
+@cache
 def compose_command() -> list[str]:
     for command in (["docker", "compose"], ["docker-compose"]):
         if (

@@ -171,19 +171,20 @@ def test_masks_of_a_long_prompt_do_not_grow_with_the_square_of_its_length() -> N
     assert all(torch.equal(part.slots, slots[: len(part.slots)]) for part in queries)
 
 
-def shipped_head(model_path: Path) -> Eagle3Head:
+@pytest.fixture(scope="module")
+def head(model_path: Path, isa: Isa) -> Eagle3Head:
+    """The shipped one, as it is loaded where the processor has this instruction set."""
     options = DraftOptions(
         speculative_algorithm=("EAGLE3",),
         speculative_draft_model_path=str(ROOT / "models" / "SmolLM2-135M-Instruct-EAGLE3"),
         target_model_path=str(model_path),
     )
-    head = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
-    assert isinstance(head, Eagle3Head)
-    return head
+    loaded = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
+    assert isinstance(loaded, Eagle3Head)
+    return loaded
 
 
-def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = shipped_head(model_path)
+def test_a_step_of_the_shipped_head_gives_the_same(head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
     assert head.stack.few is not None
     generator = torch.Generator().manual_seed(1)
     region, context = 8, torch.randperm(30, generator=generator)
@@ -207,10 +208,10 @@ def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch
     assert torch.equal(features, given), "features are the caller's"
 
 
-def test_each_row_of_a_head_s_long_prompt_gets_the_input_given_for_it(model_path: Path, isa: Isa) -> None:
+def test_each_row_of_a_head_s_long_prompt_gets_the_input_given_for_it(head: Eagle3Head, isa: Isa) -> None:
     if not isa.has_dots("eight"):
         pytest.skip("more than 64 rows run layer by layer")
-    head, count, found = shipped_head(model_path), MAX_ROWS + 30, []
+    count, found = MAX_ROWS + 30, []
     assert head.stack.few is not None and head.stack.few.shape.qkv_input_size
     features = torch.randn(count, head.feature_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     for ends in ([count], [MAX_ROWS, count]):
@@ -225,8 +226,7 @@ def test_each_row_of_a_head_s_long_prompt_gets_the_input_given_for_it(model_path
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_a_step_of_the_shipped_head_finds_what_its_parts_find(model_path: Path, noisy: bool) -> None:
-    head = shipped_head(model_path)
+def test_a_step_of_the_shipped_head_finds_what_its_parts_find(head: Eagle3Head, noisy: bool) -> None:
     proposer = HostProposer(3, head.vocab_size, head.target_vocab_size, head.target_ids, scale=head.edge_scale)
     proposer.admit(1, SamplingParams(temperature=0.8 if noisy else 0.0, seed=4))
     generator = torch.Generator().manual_seed(1)

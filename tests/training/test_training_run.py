@@ -175,7 +175,7 @@ def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_
 def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
-    options = RunOptions(**{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, "prompts": prompts})
+    options = replace(OPTIONS, prompts=prompts, eval_temperatures=(0.0,))
     device = torch.device("cpu")
 
     def run(out: str) -> tuple[str, str]:
