@@ -18,7 +18,7 @@ async def test_two_services_answer_with_accepted_draft_tokens(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = make_parser(["up"]).parse_args(
-        ["up", "--draft-placement=colocated", f"--model={model_path}", "--dtype=float32", "--max-total-tokens=2048"]
+        ["up", "--draft-placement=colocated", f"--model={model_path}", "--max-total-tokens=2048"]
     )
     lines: list[str] = []
     cluster = make_cluster(
