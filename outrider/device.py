@@ -95,15 +95,10 @@ def bf16_flag() -> str:
     return next((flag for flag in _BF16_FLAGS if flag in cpu_flags()), "")
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Whether the device, if it is a GPU, has fp8 numbers."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def check_fp8(device: torch.device, what: str) -> None:
     """Raise ConfigError, with a message that begins with `what`, for a GPU without fp8 numbers."""
-    if not has_fp8(device):
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        found = ".".join(map(str, capability))
         raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has {found}")
 
 

@@ -89,7 +89,7 @@ def _wide_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
 
 
 def _wide_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
-    """Return the weight rounded to e4m3. A row's scale is a power of two, so that what is e4m3 already stays so."""
+    """Return the weight rounded to e4m3. A row's scale is a power of two, so that fractions keep their bits."""
     matrix, codes, scales = tensors["weight"], [], []
     # In float32 a large output matrix would take gigabytes.
     for part in matrix.split(_ROWS_AT_ONCE):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.cpu.products import fits, round_to_eight_bits
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
-from outrider.device import choose_device, choose_dtype, has_fp8
+from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError, under
 from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear, has_small_products
@@ -181,11 +181,12 @@ def _load_head(
 def _reads_less_in_eight_bits(config: HeadConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a step of the head on a GPU takes as long as reading its weights, so that it is faster with eight bits.
 
-    What a head guesses changes no answer. Matrices of small heads stay as they are: latency bounds them.
+    What a head guesses changes no answer. Matrices of small heads stay as they are: latency bounds them. Elsewhere than
+    on Hopper in bfloat16, products of more than 64 rows would read the weights several times (`fits_fp8_linear`).
     """
-    is_half = dtype in (torch.bfloat16, torch.float16)
     is_large = not has_small_products(config.decoder.hidden_size)
-    return device.type == "cuda" and is_half and is_large and has_fp8(device)
+    fits_device = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return fits_device and dtype == torch.bfloat16 and is_large
 
 
 def _numbers(tensor: StoredTensor) -> Tensor:
