@@ -46,9 +46,10 @@ def starts_early(tensor: Tensor) -> dict[str, bool]:
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
-def has_wgmma(tensor: Tensor) -> bool:
+def has_wgmma(where: Tensor | torch.device) -> bool:
     """Whether this device has wgmma, Hopper's matrix instructions for four warps, which no other architecture has."""
-    return tensor.is_cuda and _capability(tensor.device.index or 0) == (9, 0)
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type == "cuda" and _capability(device.index or 0) == (9, 0)
 
 
 def num_processors(where: Tensor | torch.device) -> int:

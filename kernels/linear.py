@@ -311,10 +311,10 @@ def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:
     """Whether `fp8_linear` takes this weight and rows of `dtype`: on Hopper, with one scale a weight row."""
     if weight.kind != "fp8" or weight.group != weight.size or weight.span > 1 or dtype != torch.bfloat16:
         return False
-    if weight.size % 16 or weight.num_out % 16 or not weight.codes.is_cuda:
+    if weight.size % 16 or weight.num_out % 16:
         return False
     # Some later GPUs reject products with one scale a row (pytorch issue 192707).
-    return torch.cuda.get_device_capability(weight.codes.device) == (9, 0)
+    return has_wgmma(weight.codes)
 
 
 def fp8_linear(

@@ -50,14 +50,11 @@ _FIRST_SHIFT: tl.constexpr = tl.constexpr(state.MAX_ENTRIES.bit_length() - 1 + 2
 _WIDEST_SHIFT: tl.constexpr = tl.constexpr(state.MAX_ENTRIES.bit_length() - 1 + 32 - 8)
 
 # Entries of a program, one a thread. For the last program: listed keys that it reads at a time, keys that it ranks at a
-# time, and keys that it compares them with at a time.
+# time, and keys that it compares them with at a time, as placing does with chosen entries.
 _BLOCK = 256
 _TILE = 1024
 _OWN = 256
 _OTHERS = 32
-
-# Chosen entries that all are compared with at a time.
-_TILE_OF_OTHERS = 32
 
 # Entries that a program handles when it copies seeds or re-roots the pool.
 _SEEDS = 256
@@ -210,7 +207,7 @@ def _place(
 ):  # fmt: skip
     """One program. Lanes hold the chosen entries, the best first, until they are stored at their places.
 
-    Lanes are compared with TILE others at a time, which `links` holds, because registers do not hold all comparisons.
+    They are compared with TILE others at a time, which memory holds, because registers do not hold all comparisons.
     """
     number = tl.arange(0, WIDTH_PAD)
     entry = tl.load(order + number, mask=number < WIDTH, other=-1)
@@ -391,7 +388,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
         num_rows, plan.page_tables.stride(0), plan.region_base, plan.lag,
         CAPACITY=pool.capacity, WIDTH=width, WIDTH_PAD=power_of_two(width), ROWS_PAD=power_of_two(tables),
         TABLES=tables, REGION=region, WORDS=words, WORDS_PAD=power_of_two(words), PAGE=plan.page_size,
-        TILE=min(power_of_two(width), _TILE_OF_OTHERS), num_warps=4 if width <= 64 else 8,
+        TILE=min(power_of_two(width), _OTHERS), num_warps=4 if width <= 64 else 8,
     )  # fmt: skip
 
 

@@ -108,7 +108,8 @@ class Quantization:
 
 EIGHT_BITS = Scheme("wide", "fp8")
 """A matrix in 16 bits that is rounded to fp8 as it is loaded."""
-LAYERS_IN_EIGHT_BITS = Quantization("fp8", ((_LINEAR, EIGHT_BITS),))
+HEAD_IN_EIGHT_BITS = Quantization("fp8", ((rf"{_LINEAR}|lm_head", EIGHT_BITS),))
+"""Of a draft head: its layers' and its output matrices."""
 
 
 def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:

@@ -17,7 +17,6 @@ from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelShape
 from outrider.models.decoder import DecoderLayer, LayerStack
 from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
-from outrider.models.quantization import EIGHT_BITS, LAYERS_IN_EIGHT_BITS
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
 from outrider.tree.handshake import MAX_PROJECTION_BYTES, Projection, name_projection
 
@@ -137,7 +136,7 @@ class DraftHead(DraftModel):
         self.feature_size = decoder.hidden_size
         self.window = config.window
         self.embedding = torch.empty(decoder.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
-        scheme = EIGHT_BITS if decoder.quantization == LAYERS_IN_EIGHT_BITS else None
+        scheme = decoder.scheme_of("lm_head")
         self.output = Linear(decoder.hidden_size, config.output_rows(self.vocab_size), False, dtype, device, scheme)
         self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}
         self._norms: dict[str, RMSNorm] = {}

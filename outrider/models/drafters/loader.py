@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.products import fits, round_to_eight_bits
+from kernels.launch import has_wgmma
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError, under
@@ -34,7 +35,7 @@ from outrider.models.drafters.kinds import (
 )
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder, load_model, text_name
-from outrider.models.quantization import LAYERS_IN_EIGHT_BITS, read_quantization
+from outrider.models.quantization import HEAD_IN_EIGHT_BITS, read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_token_ids, tensor_shapes
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
@@ -139,7 +140,7 @@ def _load_head(
     if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     if algorithm not in BLOCK_ALGORITHMS and _reads_less_in_eight_bits(config, device, dtype):
-        config = replace(config, decoder=replace(config.decoder, quantization=LAYERS_IN_EIGHT_BITS))
+        config = replace(config, decoder=replace(config.decoder, quantization=HEAD_IN_EIGHT_BITS))
     stored = _with_shared(stored, config, target, folder)
     allowed = _allowed(options, folder, config.decoder.vocab_size, device)
     offsets = stored.pop("d2t", None)
@@ -184,9 +185,7 @@ def _reads_less_in_eight_bits(config: HeadConfig, device: torch.device, dtype: t
     What a head guesses changes no answer. Matrices of small heads stay as they are: latency bounds them. Elsewhere than
     on Hopper in bfloat16, products of more than 64 rows would read the weights several times (`fits_fp8_linear`).
     """
-    is_large = not has_small_products(config.decoder.hidden_size)
-    fits_device = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return fits_device and dtype == torch.bfloat16 and is_large
+    return has_wgmma(device) and dtype == torch.bfloat16 and not has_small_products(config.decoder.hidden_size)
 
 
 def _numbers(tensor: StoredTensor) -> Tensor:

@@ -18,7 +18,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftHead
 from outrider.models.drafters.config import HeadConfig
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead
-from outrider.models.quantization import LAYERS_IN_EIGHT_BITS
+from outrider.models.quantization import HEAD_IN_EIGHT_BITS
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 
@@ -62,7 +62,7 @@ def config(**changes: object) -> HeadConfig:
 
 
 def decoder_in_eight_bits() -> ModelConfig:
-    return replace(ModelConfig.from_fields(DECODER, {}), quantization=LAYERS_IN_EIGHT_BITS)
+    return replace(ModelConfig.from_fields(DECODER, {}), quantization=HEAD_IN_EIGHT_BITS)
 
 
 CASES = {
