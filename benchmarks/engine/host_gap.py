@@ -32,7 +32,7 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, CostModel
@@ -42,10 +42,8 @@ CHANCES = (0.9, 0.06, 0.04)
 """Chances of each node's children. The draft knows them, so its trees are as good as possible."""
 
 
-class FakeRound:
+class FakeRound(Pending):
     """A round that ends at a given time."""
-
-    drafting_seconds = None
 
     def __init__(self, device: FakeDevice, entries: Sequence[Entry], gpu_seconds: float) -> None:
         self.gpu_seconds = gpu_seconds

@@ -49,7 +49,7 @@ from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import CostModel
 
@@ -78,10 +78,8 @@ class Scene:
     language: Language = field(default_factory=Language)
 
 
-class Round:
+class Round(Pending):
     """A round that ends at a given time."""
-
-    drafting_seconds = None
 
     def __init__(self, actor: Actor, ends: float, gap: float | None, gpu: float, results: list[Result]) -> None:
         self.gap_seconds, self.gpu_seconds = gap, gpu

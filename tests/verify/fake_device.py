@@ -11,7 +11,7 @@ from outrider.sampling.params import SamplingParams
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
@@ -27,13 +27,11 @@ def nothing() -> None:
     """What happens while a round is under way."""
 
 
-class FakeRound:
+class FakeRound(Pending):
     """A round that is over at the third look; `during` happens at the first."""
 
     gap_seconds = 0.25
     gpu_seconds = 0.5
-    drafting_seconds = None
-
     def __init__(self, device: FakeDevice, entries: Sequence[Entry]) -> None:
         self._device = device
         self._results = [device.result(entry) for entry in entries]

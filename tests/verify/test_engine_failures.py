@@ -18,19 +18,15 @@ from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 61
 
 
-class Finished:
+class Finished(Pending):
     """A round that is over when it is launched."""
-
-    gap_seconds = None
-    gpu_seconds = None
-    drafting_seconds = None
 
     def __init__(self, results: list[Result]) -> None:
         self._results = results

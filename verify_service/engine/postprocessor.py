@@ -115,6 +115,7 @@ class RoundPostprocessor:
             self.drafts.rest(self.rest.rests)
 
     def _send_commits(self, done: RoundDone) -> None:
+        done.pending.take_nodes()
         share = self.max_nodes // max(len(self.scheduler.running), 1)
         for commit in done.commits:
             if commit is None or not commit.tokens or (request := commit.entry.request).finished:

@@ -63,7 +63,7 @@ class Entry:
     request: Request
     num_extend: int
     nodes: Nodes = _NO_NODES
-    """Nodes that grew on the device are added when the round has ended."""
+    """Nodes that grew on the device are added when the round has ended (`Pending.take_nodes`)."""
     max_grown: int = 0
     """Most nodes to take, beside `nodes`, from the tree that grew on the device; their pages are reserved."""
     is_ahead: bool = False
@@ -143,8 +143,7 @@ class Batch(NamedTuple):
     """Whether the round leaves out nodes of drafts because plain rounds are faster."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """The target's result for an entry: the accepted draft tokens and the bonus token, or no tokens after a chunk."""
 
     token_ids: Sequence[int] = ()
@@ -179,6 +178,12 @@ class Pending:
     def wait(self) -> list[Result]:
         """Wait for the round; return results in the order of the entries. An exception ends the engine."""
         raise NotImplementedError
+
+    def take_nodes(self) -> None:
+        """Add the nodes that grew on the device to the entries that took them; called once, when `wait` has returned.
+
+        This is not a part of `wait`, because the next round can be launched before.
+        """
 
 
 class NodeSources(NamedTuple):

@@ -356,22 +356,23 @@ class Scheduler:
         depths: list[int] = []
         awaited: list[DraftWaitState] = []
         num_tokens = num_roots = num_apart = 0
-        spec_of, max_depth, resting = self.drafts.spec, self.limits.max_depth, self.drafts.resting
+        spec_of, max_depth = self.drafts.spec, self.limits.max_depth
+        has_no_trees = self.drafts.resting or not self.drafts.replicas
         for entry in entries:
-            is_apart = self.limits.is_apart(entry)
+            num_roots += entry.samples
+            is_apart = entry.prefills and self.limits.is_apart(entry)
             if is_apart:
                 num_apart += entry.num_extend
             else:
                 num_tokens += entry.num_extend
-            num_roots += entry.samples
-            if is_apart or not entry.samples:
+            if has_no_trees or is_apart or not entry.samples:
                 # Below a root that is computed apart, nodes are better taken when the token behind it is known.
                 continue
             if entry.num_extend > 1 and entry.scored:
                 # The width of a forward changes the rounding of its rows: a prompt's scores must not depend on a draft.
                 continue
             spec = spec_of(entry.request)
-            if resting or spec is None or (room := entry.request.draft_room) <= 0:
+            if spec is None or (room := entry.request.draft_room) <= 0:
                 continue
             if (state := spec.wait).expects:
                 awaited.append(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -188,7 +187,7 @@ def with_prompt(result: Result, scores: PromptScores) -> Result:
         return result
     if isinstance(read, OutriderError):
         return Result(error=read)
-    return replace(result, prompt_logprobs=read)
+    return result._replace(prompt_logprobs=read)
 
 
 def _describe(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:

@@ -16,7 +16,7 @@ from outrider.attention.paged import MAX_PATH, PATH_SPLITS, PromptShape, RoundTo
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import FeatureStore
 from outrider.device import num_processors, out_of_memory
-from outrider.drafting.model.round_drafter import RoundResults, RoundShape
+from outrider.drafting.model.round_drafter import RoundResults, RoundShape, VerifiedTrees
 from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool
 from outrider.logs import get_logger
@@ -178,9 +178,8 @@ class CudaExecutor(Executor):
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
         """Queue a round: decode entries as one graph, drafting, then prefill. Page tables must cover every token."""
-        is_apart = self.limits.is_apart
-        decode = [entry for entry in entries if not is_apart(entry)]
-        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if is_apart(entry)]
+        prefill = [entry for entry in entries if entry.prefills and self.limits.is_apart(entry)]
+        decode = [entry for entry in entries if entry not in prefill] if prefill else list(entries)
         done: torch.cuda.Event | None = None
         answers: RoundAnswers | None = None
         listed: LogprobOutputs | None = None
@@ -293,15 +292,23 @@ class CudaExecutor(Executor):
             round_.gap_seconds = (begin - max(last, drafted)) * 1e-9
             round_.drafting_seconds = (drafted - last) * 1e-9 if drafted > last else None
         self._last_end = end if round_.clean else None
-        if self.drafts is not None:
-            self.drafts.read(round_.decode)
+        if self.drafts is not None and any(entry.max_grown for entry in round_.decode):
+            round_.trees = self.drafts.trees.read(len(round_.decode))
         results, listed = [], round_.listed
-        for row, (entry, answer) in enumerate(zip(round_.decode, answers.read(), strict=True)):
+        for row, answer in enumerate(answers.read()):
             num_tokens, error = answer[:2]
-            token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
-            logprobs = () if wanted is None or listed is None else read_logprobs(listed, row, token_ids, wanted)
-            results.append(Result(token_ids, logprobs, failure(error) if error else None))
+            result = Result(answer[2 : 2 + num_tokens], error=failure(error) if error else None)
+            if listed is not None:
+                wanted = round_.decode[row].request.params.sampling.num_logprobs
+                if wanted is not None:
+                    result = result._replace(logprobs=read_logprobs(listed, row, result.token_ids, wanted))
+            results.append(result)
         return results
+
+    def take_nodes(self, round_: CudaRound) -> None:
+        """Give the entries of a finished round the nodes that it verified."""
+        if self.drafts is not None and round_.trees is not None:
+            self.drafts.take_verified(round_.decode, round_.trees)
 
     def _bucket(self, decode: Sequence[Entry], num_grown: int = 0) -> Bucket:
         return self.buckets.fit(sum(entry.num_tokens for entry in decode) + num_grown, len(decode))
@@ -408,6 +415,8 @@ class CudaRound(Pending):
     clean: bool
     """Whether no prefill lies between this round and the next."""
     complete: torch.cuda.Event | None = None
+    trees: VerifiedTrees | None = None
+    """The trees that the round verified, if it took any that grew on the device; known once `wait` has returned."""
 
     def done(self) -> bool:
         """See Pending."""
@@ -427,3 +436,7 @@ class CudaRound(Pending):
             found = dict(zip(self.decode, results, strict=True))
         found |= {entry: with_prompt(Result(), scores) for entry, scores in self.scores.items()}
         return [found.get(entry, Result()) for entry in self.entries]
+
+    def take_nodes(self) -> None:
+        """See Pending."""
+        self.executor.take_nodes(self)

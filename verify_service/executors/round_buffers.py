@@ -69,6 +69,26 @@ class _Lists:
     table_rows: list[int] = field(default_factory=list)
 
 
+def _list_tokens(entries: Sequence[Entry], lists: _Lists) -> None:
+    """List the tokens of entries of any kind."""
+    token_ids, positions, parents, first = lists.token_ids, lists.positions, lists.parents, lists.first
+    for row, entry in enumerate(entries):
+        tokens, extend, nodes, cached = entry.request.tokens, entry.num_extend, entry.nodes, entry.start
+        last = len(token_ids) + extend - 1
+        token_ids += [-1] if entry.is_ahead else tokens[cached : cached + extend]
+        positions += range(cached, cached + extend)
+        parents += (-1, *range(last + 1 - extend, last))
+        if nodes.token_ids:
+            base = cached + extend - 1
+            token_ids += nodes.token_ids
+            positions += [base + depth for depth in nodes.depths]
+            # A parent of -1 is the root.
+            parents += [last + 1 + parent for parent in nodes.parents]
+        lists.rows += [row] * (len(token_ids) - first[-1])
+        first.append(len(token_ids))
+        lists.roots.append(last if entry.samples else -1)
+
+
 class _HostInput:
     """The fields of a round in pinned memory, and how many updates of page tables were written to it."""
 
@@ -114,36 +134,21 @@ class RoundInput:
 
         The round before the last one must be over.
         """
-        lists = _Lists()
-        token_ids, positions, parents, first = lists.token_ids, lists.positions, lists.parents, lists.first
-        updates: list[tuple[int, int, int]] = []
-        for row, entry in enumerate(entries):
-            request, extend, nodes = entry.request, entry.num_extend, entry.nodes
-            cached = entry.start
-            last = len(token_ids) + extend - 1
-            table_row = self._spare_row if rows is None else rows.row(request)
-            if rows is not None and (pages := rows.new_pages(request, len(self._host.updates) - len(updates))):
-                updates += pages
-            # Nearly all entries are like this; the general way takes a third longer for them.
-            if extend == 1:
-                token_ids.append(-1 if entry.is_ahead else request.tokens[cached])
-                positions.append(cached)
-                parents.append(-1)
-            else:
-                token_ids += request.tokens[cached : cached + extend]
-                positions += range(cached, cached + extend)
-                parents += (-1, *range(last + 1 - extend, last))
-            if nodes.token_ids:
-                base = cached + extend - 1
-                token_ids += nodes.token_ids
-                positions += [base + depth for depth in nodes.depths]
-                # A parent of -1 is the root.
-                parents += [last + 1 + parent for parent in nodes.parents]
-            lists.rows += [row] * (len(token_ids) - first[-1])
-            first.append(len(token_ids))
-            lists.cached_lens.append(cached)
-            lists.roots.append(last if entry.samples else -1)
-            lists.table_rows.append(table_row)
+        lists, updates = _Lists(), list[tuple[int, int, int]]()
+        if rows is None:
+            lists.table_rows = [self._spare_row] * len(entries)
+        else:
+            lists.table_rows, updates = rows.find(entries, len(self._host.updates))
+        lists.cached_lens = [entry.start for entry in entries]
+        # Nearly all rounds are like this before trees are added on the device; the general way takes twice as long.
+        if all(entry.num_extend == 1 and entry.samples and not entry.nodes.token_ids for entry in entries):
+            count = len(entries)
+            lists.token_ids = [-1 if entry.is_ahead else entry.request.tokens[entry.start] for entry in entries]
+            lists.positions, lists.parents = lists.cached_lens, [-1] * count
+            lists.rows = lists.roots = list(range(count))
+            lists.first = list(range(count + 1))
+        else:
+            _list_tokens(entries, lists)
         self._send(lists, bucket, updates)
 
     def fill_chain(self, token_ids: list[int], cached_len: int, bucket: Bucket) -> None:
@@ -297,14 +302,23 @@ class RequestRows:
             self._free.append(row)
             del self._num_known[request]
 
-    def new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
-        """Return (row, place, page) of the request's pages that the device does not know; from now on it does.
+    def find(self, entries: Sequence[Entry], most: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Return the rows of entries' requests, and (row, place, page) of their pages that the device does not know.
 
-        More than `most` get a copy of their own instead: with small pages, room for a tree may take so many.
+        From now on it does. If there are more than `most` such pages, those of some requests get a copy of their own:
+        with small pages, room for a tree may take so many.
         """
+        found: list[int] = []
+        updates: list[tuple[int, int, int]] = []
+        for entry in entries:
+            request = entry.request
+            found.append(self.row(request))
+            if self._num_known[request] != len(request.pages):
+                updates += self._new_pages(request, most - len(updates))
+        return found, updates
+
+    def _new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
         known, pages = self._num_known[request], request.pages
-        if known == len(pages):
-            return ()
         if len(pages) - known > most:
             self.copy_pages(request)
             return ()

@@ -19,13 +19,15 @@ from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.context import WHOLE, ContextCut, cut_context, num_sink_pages
 from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
+    NO_ROWS,
     ChoiceShape,
     GrownNodes,
     RoundDrafter,
     RoundExecutor,
     RoundShape,
     RoundTrees,
-    RowTree,
+    RowLimits,
+    VerifiedTrees,
 )
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
@@ -252,25 +254,30 @@ class RoundDrafts:
         self._note_growth()
         if growth is None and not self.num_grown:
             self._behind = ()
-            self.trees.set_limits(())
+            self.trees.set_limits(NO_ROWS)
             return
         self._is_fetched = all(entry.request.is_masked for entry in entries if entry.samples)
-        wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
-        if self._model.window.size:
-            for request in wanted:
-                self._cut(request)
-        self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
-        late = self._late(self._behind)
         self._is_deep = any(depth > self.max_steps for entry in entries for depth in entry.nodes.depths)
-        rows = []
+        self._behind = behind = []
+        room, limits, row_of = _CATCH_UP_TOKENS, RowLimits(), self._rows.row
         for entry in entries:
             request = entry.request
-            depth = min(request.draft_room, MAX_DEPTH)
-            is_drafted = request in wanted and request not in late
-            rows.append(RowTree(self._rows.row(request), entry.max_grown if depth > 0 else 0, depth, is_drafted))
+            is_drafted = growth is not None and self._may_draft(entry, growth)
+            if is_drafted and self._model.window.size:
+                self._cut(request)
+            if is_drafted and (missing := self._missing(request)):
+                behind.append(entry)
+                room -= missing
+                # With fewer tokens left, the drafter catches up behind the next round.
+                is_drafted = room >= 0
             if is_drafted:
                 self._growing.add(request)
-        self.trees.set_limits(rows, self.num_grown)
+            depth = min(request.draft_room, MAX_DEPTH)
+            limits.table_rows.append(row_of(request))
+            limits.max_nodes.append(entry.max_grown if depth > 0 else 0)
+            limits.max_depth.append(depth)
+            limits.is_drafted.append(is_drafted)
+        self.trees.set_limits(limits, self.num_grown)
 
     def note_bare(self, entries: Sequence[Entry]) -> None:
         """Note the pages that a bare round writes to, since they lack features."""
@@ -315,7 +322,7 @@ class RoundDrafts:
 
     def capture(self, buckets: Sequence[Bucket], sizes: Callable[[int], Sequence[int]]) -> None:
         """Capture the drafting behind rounds of these shapes, and measure it; `sizes`: see GrowthPolicy."""
-        self.trees.set_limits(())
+        self.trees.set_limits(NO_ROWS)
         shapes = sorted({self._shape(bucket) for bucket in buckets})
         deep = {self._shape(bucket, is_deep=True) for bucket in buckets}
         self.drafter.capture(
@@ -354,14 +361,15 @@ class RoundDrafts:
         one, more = seconds(1), seconds(self.max_steps)
         return GrowthCost(one, (more - one) / max(self.max_steps - 1, 1))
 
-    def read(self, entries: Sequence[Entry]) -> None:
+    def take_verified(self, entries: Sequence[Entry], trees: VerifiedTrees) -> None:
         """Give a finished round's entries that took grown nodes all the nodes that it verified for them."""
-        rows = [(row, entry.num_extend) for row, entry in enumerate(entries) if entry.max_grown]
-        for (row, _), (token_ids, parents, scores) in zip(rows, self.trees.read(rows), strict=True):
+        for row, entry in enumerate(entries):
+            if not entry.max_grown:
+                continue
+            token_ids, parents, scores = trees.nodes(row, entry.num_extend)
             depths: list[int] = []
             for parent in parents:
                 depths.append(depths[parent] + 1 if parent >= 0 else 1)
-            entry = entries[row]
             entry.nodes = Nodes(token_ids, parents, depths, entry.nodes.slots, scores)
             self.mark(entry)
 
@@ -401,16 +409,6 @@ class RoundDrafts:
         self._drafted[request] = count
         if full > known:
             self._has_kv[request.pages[known:full]] = True
-
-    def _late(self, behind: Sequence[Entry]) -> set[Request]:
-        """Return the requests that the drafter cannot catch up with behind the next round."""
-        late: set[Request] = set()
-        room = _CATCH_UP_TOKENS
-        for entry in behind:
-            room -= self._missing(entry.request)
-            if room < 0:
-                late.add(entry.request)
-        return late
 
     def _cut(self, request: Request) -> None:
         """Cut a context that is too long. Its first tokens move nearer, and are computed again for that."""

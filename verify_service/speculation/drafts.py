@@ -166,7 +166,7 @@ class Drafts:
     def on_commit(self, request: Request) -> None:
         """Re-root the tree of a request whose tokens were committed. All else can wait for `send_commit`."""
         spec = self._requests.get(request)
-        if spec is not None:
+        if spec is not None and spec.replica is not None:
             spec.mirror.commit()
             spec.wait.on_commit()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,13 +50,17 @@ MAX_CHOSEN = 256
 """Largest number of nodes, over all requests, that a round is given."""
 
 
-class RowTree(NamedTuple):
-    """The part of a row's grown tree that a round takes, and whether the row's next tree is to be grown."""
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """The part of each row's grown tree that a round takes, and whether the row's next tree is to be grown."""
 
-    table_row: int
-    max_nodes: int
-    max_depth: int
-    is_drafted: bool
+    table_rows: list[int] = field(default_factory=list)
+    max_nodes: list[int] = field(default_factory=list)
+    max_depth: list[int] = field(default_factory=list)
+    is_drafted: list[bool] = field(default_factory=list)
+
+
+NO_ROWS = RowLimits()
 
 
 class GrownNodes(NamedTuple):
@@ -67,6 +71,22 @@ class GrownNodes(NamedTuple):
     """Index of each node's parent; -1 below the root."""
     scores: list[float]
     """Path scores of grown nodes; 1 for nodes that only the host gave."""
+
+
+class VerifiedTrees(NamedTuple):
+    """The tokens of a round with its trees, on the host, one row's behind the other's."""
+
+    token_ids: list[int]
+    parents: list[int]
+    scores: list[float]
+    first: list[int]
+    """Where each row's tokens begin, and where the last one's end."""
+
+    def nodes(self, row: int, num_extend: int) -> GrownNodes:
+        """Return the nodes of a row, which are behind its first `num_extend` tokens."""
+        begin, end = self.first[row] + num_extend, self.first[row + 1]
+        parents = [max(parent - begin, -1) for parent in self.parents[begin:end]]
+        return GrownNodes(self.token_ids[begin:end], parents, self.scores[begin:end])
 
 
 class RoundTrees:
@@ -95,25 +115,22 @@ class RoundTrees:
         self._fetched_at = torch.cuda.Event() if pinned else None
         positions, rows, root, table_rows = ints(max_tokens), ints(max_tokens), ints(max_rows), ints(max_rows)
         self._tokens = RoundTokens(token_ids, positions, parents, rows, first, root, table_rows, cached_len=root)
-        self.set_limits(())
+        self.set_limits(NO_ROWS)
 
-    def set_limits(self, rows: Sequence[RowTree], num_nodes: int = 0) -> None:
+    def set_limits(self, rows: RowLimits, num_nodes: int = 0) -> None:
         """Set what the rows of the next round take, in their order, of the best `num_nodes` nodes of all trees.
 
         All other rows take nothing.
         """
-        count = len(rows)
-        row_of, max_nodes, max_depth, drafted, most = self._host_limits
+        count = len(rows.table_rows)
+        row_of, *of_rows, most = self._host_limits
         row_of[:] = -1
-        for limit in (max_nodes, max_depth, drafted):
-            limit[count:] = 0
+        taking = [row for row, max_nodes in enumerate(rows.max_nodes) if max_nodes]
+        row_of[[rows.table_rows[row] for row in taking]] = taking
         most[0] = num_nodes
-        for row, tree in enumerate(rows):
-            if tree.max_nodes:
-                row_of[tree.table_row] = row
-        max_nodes[:count] = [tree.max_nodes for tree in rows]
-        max_depth[:count] = [tree.max_depth for tree in rows]
-        drafted[:count] = [tree.is_drafted for tree in rows]
+        for limits, given in zip(of_rows, (rows.max_nodes, rows.max_depth, rows.is_drafted), strict=True):
+            limits[:count] = given
+            limits[count:] = 0
 
     def to_device(self) -> None:
         """Queue the copy of the limits that `set_limits` has set; may be captured."""
@@ -162,21 +179,11 @@ class RoundTrees:
         """Queue the copy of the merged round; may be captured."""
         self._read.copy_(self._nodes, non_blocking=True)
 
-    def read(self, rows: Sequence[tuple[int, int]]) -> list[GrownNodes]:
-        """Return the nodes of some rows of the last round, each behind its first tokens, whose number is beside it.
-
-        Rows rise. The copy must be done.
-        """
-        if not rows:
-            return []
-        first = self._host_nodes[-1][: rows[-1][0] + 2].tolist()
-        ids, above, scores = (part[: first[-1]].tolist() for part in self._host_nodes[:-1])
-        found = []
-        for row, num_extend in rows:
-            begin, end = first[row] + num_extend, first[row + 1]
-            parents = [max(parent - begin, -1) for parent in above[begin:end]]
-            found.append(GrownNodes(ids[begin:end], parents, scores[begin:end]))
-        return found
+    def read(self, num_rows: int) -> VerifiedTrees:
+        """Return the first rows of the last round, once it has ended and before the next one has."""
+        first = self._host_nodes[-1][: num_rows + 1].tolist()
+        token_ids, parents, scores = (part[: first[-1]].tolist() for part in self._host_nodes[:-1])
+        return VerifiedTrees(token_ids, parents, scores, first)
 
 
 _LEAST_WIDTH = 16
