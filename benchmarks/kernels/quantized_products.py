@@ -2,7 +2,8 @@
 
 Times are those of a launch within a CUDA graph over copies of the weight that together are larger than L2.
 `chosen` is our product for few rows, `wide` dequantizes the weight first, `fp8` is the product of rows in two fp8
-parts, and `scaled_mm` that of rows rounded to fp8. For other cuts of ours, see benchmarks.kernels.product_chains.
+parts, `rounded` that of rows rounded to fp8, and `scaled_mm` the library's for rows that were rounded before. For other
+cuts of ours, see benchmarks.kernels.product_chains.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Case:
     def fp8(self, copy: int) -> Tensor:
         """Run the product of rows in two fp8 parts."""
         return fp8_linear(self.rows, self.weights[copy], gated=self.gated)
+
+    def rounded(self, copy: int) -> Tensor:
+        """Run the product of rows rounded to fp8, with the rounding."""
+        return fp8_linear(self.rows, self.weights[copy], gated=self.gated, rounds_rows=True)
 
     @cached_property
     def exact(self) -> Tensor:
@@ -166,6 +171,7 @@ def own_times(case: Case, copies: int) -> dict[str, float]:
         times["chosen"] = graph_us(case.ours, copies)
     if fits_fp8_linear(case.weights[0], torch.bfloat16):
         times["fp8"] = graph_us(case.fp8, copies)
+        times["rounded"] = graph_us(case.rounded, copies)
     return times
 
 

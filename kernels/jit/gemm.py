@@ -292,7 +292,10 @@ def stream_linear(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _split(
+    rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (rows,)."""
     release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -310,34 +313,43 @@ def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.c
     scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0078125
     values = tl.div_rn(values, scale)
     high = values.to(parts.dtype.element_ty)
-    low = ((values - high.to(tl.float32)) * _LOW).to(parts.dtype.element_ty)
     tl.store(parts + row * size + place, high, mask=inside)
-    tl.store(parts + (num_rows + row) * size + place, low, mask=inside)
     tl.store(scales + row, scale)
-    tl.store(scales + num_rows + row, scale * (1.0 / _LOW))
+    if not ROUNDS:
+        low = ((values - high.to(tl.float32)) * _LOW).to(parts.dtype.element_ty)
+        tl.store(parts + (num_rows + row) * size + place, low, mask=inside)
+        tl.store(scales + num_rows + row, scale * (1.0 / _LOW))
 
 
-def split(rows: Tensor, piece: int, parts: Tensor, scales: Tensor) -> None:
-    """Split rows [M, K] into `parts` [2 M, K], larger parts first, times `scales` [2 M, 1]; columns as in codes."""
+def split(rows: Tensor, piece: int, parts: Tensor, scales: Tensor, *, rounds: bool = False) -> None:
+    """Split rows [M, K] into `parts` [2 M, K], larger parts first, times `scales` [2 M, 1]; columns as in codes.
+
+    `rounds`: write the larger parts alone, which are the rows rounded to e4m3.
+    """
     num_rows, size = rows.shape
     block = power_of_two(size)
     warps = min(max(block // 512, 1), 16)
     _split[(num_rows,)](
-        rows, parts, scales, num_rows, size, PIECE=piece, BLOCK=block, num_warps=warps, **starts_early(rows)
-    )
+        rows, parts, scales, num_rows, size, PIECE=piece, BLOCK=block, ROUNDS=rounds, num_warps=warps,
+        **starts_early(rows),
+    )  # fmt: skip
 
 
 @triton.jit
-def _sum_parts(products, place, low, bias, column, inside):
+def _sum_parts(products, place, low, bias, column, inside, ROUNDED: tl.constexpr):
     found = tl.load(products + place, mask=inside, other=0.0).to(tl.float32)
-    found += tl.load(products + low + place, mask=inside, other=0.0).to(tl.float32)
+    if not ROUNDED:
+        found += tl.load(products + low + place, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         found += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return found
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _join(products, bias, residual, out, num_rows, size, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _join(
+    products, bias, residual, out, num_rows, size, GATED: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, pieces of BLOCK columns)."""
     release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -345,18 +357,24 @@ def _join(products, bias, residual, out, num_rows, size, GATED: tl.constexpr, BL
     inside = column < size
     width = size * 2 if GATED else size
     low = width.to(tl.int64) * num_rows
-    found = _sum_parts(products, row * width + column, low, bias, column, inside)
+    found = _sum_parts(products, row * width + column, low, bias, column, inside, ROUNDED)
     if GATED:
-        up = _sum_parts(products, row * width + size + column, low, bias, size + column, inside)
+        up = _sum_parts(products, row * width + size + column, low, bias, size + column, inside, ROUNDED)
         found = found * tl.sigmoid(found) * up
     if residual is not None:
         found += tl.load(residual + row * size + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, found.to(out.dtype.element_ty), mask=inside)
 
 
-def join(products: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor) -> None:
-    """Add up both parts' products [2 M, N], apply bias, gate and residual, and write `out` [M, N or N / 2]."""
+def join(
+    products: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, *, rounded: bool = False
+) -> None:
+    """Add up both parts' products [2 M, N], apply bias, gate and residual, and write `out` [M, N or N / 2].
+
+    `rounded`: rows have one part, so that products are [M, N].
+    """
     num_rows, size = out.shape
     _join[(num_rows, triton.cdiv(size, 1024))](
-        products, bias, residual, out, num_rows, size, GATED=gated, BLOCK=1024, num_warps=4, **starts_early(products)
-    )
+        products, bias, residual, out, num_rows, size, GATED=gated, ROUNDED=rounded, BLOCK=1024, num_warps=4,
+        **starts_early(products),
+    )  # fmt: skip

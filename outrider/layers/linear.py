@@ -76,7 +76,7 @@ class Linear:
     `quantized`, which stays in few bits and is dequantized only for many rows. Elsewhere it dequantizes to `weight`
     once. Activations keep their dtype even if the checkpoint has scales for them: rounding them to fp8 costs
     SmolLM2-135M 0.4 to 1.1 % of perplexity beyond what fp8 weights cost. For many rows of fp8 weights, two fp8 products
-    keep all bits of the rows (kernels.linear.fp8_linear).
+    keep all bits of the rows (kernels.linear.fp8_linear), but for schemes that let rows be rounded.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Linear:
         self.quantized: QuantWeight | None = None
         self.library: HummingWeight | None = None
         self._in_fp8 = False
+        self._rounds_rows = False
         self._scheme = scheme
         self._stored: list[dict[str, Tensor]] = []
         self.on_cpu: CpuWeight | None = None
@@ -133,6 +134,7 @@ class Linear:
                     self.library = humming_weight(quantized, self.bias, self.weight.dtype)
                 self.quantized = None if self.library is not None else quantized.for_streaming()
                 self._in_fp8 = self._scheme.library and fits_fp8_linear(quantized, self.weight.dtype)
+                self._rounds_rows = self._in_fp8 and self._scheme.rounds_rows
                 return
             self.weight = quantized.dequantized(self.weight.dtype)
         self.on_cpu = CpuWeight.of(self.weight, quantized)
@@ -216,7 +218,7 @@ class Linear:
         if self.library is not None:
             return False
         if self.quantized is not None:
-            return rows.shape[0] <= (MAX_FP8_ROWS if self._in_fp8 else MAX_QUANTIZED_ROWS)
+            return self._rounds_rows or rows.shape[0] <= (MAX_FP8_ROWS if self._in_fp8 else MAX_QUANTIZED_ROWS)
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
     def _streamed(
@@ -225,7 +227,16 @@ class Linear:
         """Return the product if `_streams`: the weights are read as they are stored."""
         weight = self.quantized or self.weight
         if self._in_fp8 and isinstance(weight, QuantWeight) and rows.shape[0] > MAX_STREAM_ROWS:
-            return fp8_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
+            rounds_rows = self._rounds_rows
+            return fp8_linear(
+                rows,
+                weight,
+                bias=self.bias,
+                residual=residual,
+                gated=gated,
+                out_dtype=out_dtype,
+                rounds_rows=rounds_rows,
+            )
         return stream_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
 
 

@@ -27,7 +27,8 @@ class Scheme:
     all. `block`: rows that share a scale, 1 unless there are blocks, 0 for all. `symmetric`: int4 has no stored zeros.
     `input_scale`: there is a scale of activations, which is not used, because ours stay in 16 bits.
     `zero_offset`: what is added to stored zeros. `library`: a library may multiply, whose result for a row depends on
-    how many rows are beside it.
+    how many rows are beside it. `rounds_rows`: where products of many rows are faster with rows in fp8, these may be
+    rounded to it.
     """
 
     layout: str
@@ -38,6 +39,7 @@ class Scheme:
     input_scale: bool = False
     zero_offset: int = 0
     library: bool = True
+    rounds_rows: bool = False
 
     def without_library(self) -> Scheme:
         """Return the scheme with products only by our own kernels, which can leave them in float32."""
@@ -106,8 +108,8 @@ class Quantization:
         return None
 
 
-EIGHT_BITS = Scheme("wide", "fp8")
-"""A matrix in 16 bits that is rounded to fp8 as it is loaded."""
+EIGHT_BITS = Scheme("wide", "fp8", rounds_rows=True)
+"""A matrix in 16 bits that is rounded to fp8 as it is loaded, for guesses: these change no answer."""
 HEAD_IN_EIGHT_BITS = Quantization("fp8", ((rf"{_LINEAR}|lm_head", EIGHT_BITS),))
 """Of a draft head: its layers' and its output matrices."""
 

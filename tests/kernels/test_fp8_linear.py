@@ -49,6 +49,28 @@ def test_numbers_beside_much_larger_ones_are_near(device: str) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_rows_are_multiplied_like_others(device: str, gated: bool, around: bool, dtype: torch.dtype) -> None:
+    count, num_out = 70, 48
+    weight = made("fp8", num_out * (2 if gated else 1), SIZE, 0, device)
+    # With a last bit of one, no number lies halfway between two of e4m3, where the interpreter rounds up.
+    rows = random_rows(count, 4, device).view(torch.int16).bitwise_or(1).view(torch.bfloat16)
+    fractions, exponents = rows.float().frexp()
+    rounded = torch.ldexp((fractions * 16).round() / 16, exponents).bfloat16()
+    assert 0.01 < (rounded - rows).float().norm() / rows.float().norm() < 0.04
+    bias = torch.randn(weight.num_out, device=device) if around else None
+    residual = torch.randn(count, num_out, device=device) if around else None
+    expected = exact_product(rounded, weight, bias, gated)
+    if residual is not None:
+        expected += residual.double()
+    found = fp8_linear(rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=dtype, rounds_rows=True)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    assert (found.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("around", [False, True])
 def test_it_is_the_product_with_the_dequantized_matrix(device: str, gated: bool, around: bool) -> None:
     count, num_out = 70, 48
     weight = made("fp8", num_out * (2 if gated else 1), SIZE, 0, device)
