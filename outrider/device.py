@@ -99,7 +99,7 @@ def check_fp8(device: torch.device, what: str) -> None:
     """Raise ConfigError, with a message that begins with `what`, for a GPU without fp8 numbers."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         found = ".".join(map(str, capability))
-        raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has {found}")
+        raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher; this one has {found}")
 
 
 @contextmanager

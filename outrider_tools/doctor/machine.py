@@ -215,6 +215,10 @@ def check_devices(answer: Mapping[str, Any], verify: VerifyOptions, draft: Draft
         )
         if major < 8:
             yield warning("gpu", text, "kernels and bfloat16 want compute capability 8.0 or more; try --device cpu")
+        elif major != 9:
+            yield warning(
+                "gpu", text, "the kernels were written for Hopper (sm_90) and have not been tried on this one"
+            )
         elif gpu["free"] < 0.5 * gpu["total"]:
             yield warning("gpu", text, "end what else runs on it, or lower --mem-fraction-static")
         else:

@@ -385,6 +385,14 @@ def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None
     assert "--device cuda:1 with --tensor-parallel-size 2 needs 3 GPUs" in words(found, Level.PROBLEM)
 
 
+@pytest.mark.parametrize(("capability", "fix"), [([8, 9], "written for Hopper"), ([7, 5], "try --device cpu")])
+def test_gpus_of_other_generations_are_warned_of(capability: list[int], fix: str) -> None:
+    gpu = {"name": "other", "capability": capability, "free": 1, "total": 1}
+    answer = {"torch": {"cuda": "13.0"}, "gpus": [gpu], "peers": [[True]]}
+    (found,) = (one for one in check_devices(answer, VerifyOptions(), DraftOptions()) if one.level is Level.WARNING)
+    assert "0: other" in found.text and fix in found.fix
+
+
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:
     cpu: dict[str, Any] = {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2", "cpu_flags": ["avx2"]}
     cpu["cpu_dtype"] = ["float32", "it has no AVX"]

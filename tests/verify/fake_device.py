@@ -32,6 +32,7 @@ class FakeRound(Pending):
 
     gap_seconds = 0.25
     gpu_seconds = 0.5
+
     def __init__(self, device: FakeDevice, entries: Sequence[Entry]) -> None:
         self._device = device
         self._results = [device.result(entry) for entry in entries]
